@@ -21,7 +21,7 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
 import pplan
-from pplan.cost_models.machines.catalogue import match_device
+from pplan.cost_models.machines import match_device
 from pplan.profiler.profile_file import Profile
 
 RESNET = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5"

@@ -28,7 +28,7 @@ from measured_models import built
 from torch import Tensor, nn
 
 import pplan
-from pplan.cost_models.machines.catalogue import match_device
+from pplan.cost_models.machines import match_device
 from pplan.planner.plan_file import Plan, PlannedStage
 from pplan.profiler.analytic import parse_analytic_device
 from pplan.profiler.chain.layers import build_chain

@@ -20,11 +20,9 @@ from verified import verified
 
 import pplan
 from pplan.cost_models.errors import InfeasibleError
-from pplan.cost_models.hardware import Device, Level, Link
-from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
-from pplan.cost_models.machines.topology_text import to_toml
 from pplan.cost_models.quantities import parse_bytes
-from pplan.cost_models.topology import Group, Topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.cost_models.topology_file import ProfiledDevice, make_topology, to_toml
 from pplan.profiler.profile_file import Profile
 
 Row = dict[str, float | str]

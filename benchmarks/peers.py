@@ -37,8 +37,8 @@ from gap_models import PEERS_MODELS, profile_of
 import pplan
 from pplan.api.load import profile_and_reference
 from pplan.api.solve import make_problem
-from pplan.cost_models.machines.machine_options import MachineOptions
-from pplan.cost_models.option_fields import options_from
+from pplan.cost_models.arguments import options_from
+from pplan.cost_models.machines import MachineOptions
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import OUT_OF_TIME, find_best_plan, plan_with
 from pplan.planner.plan_file import TIE

@@ -16,11 +16,10 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import stage_costs
 from pplan.cost_models.timeline import simulate
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, TransformerShape
 from pplan.planner.degrees.degree_options import DegreeOptions

@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
+from pplan.cost_models.program_order import resolve_order
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.costs import Costs
-from pplan.cost_models.simulator.dependencies import resolve_order
-from pplan.cost_models.simulator.loops import available
+from pplan.cost_models.simulator import available
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
 REPEATS = 9

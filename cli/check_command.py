@@ -198,7 +198,7 @@ def _check_target(files: PlanAndProfile) -> Target:
 
 def _fail(check: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
-    from ..cost_models.number_format import percent
+    from ..cost_models.quantities import percent
     from .check_tables import signed
 
     if fail_above is None:

@@ -6,8 +6,16 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
-from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
+from ..cost_models.quantities import (
+    compare_steps,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    percent,
+    ranges,
+    three_digits,
+)
 from ..runtimes.checking.records import (
     PLAN,
     SAME_LOSS,

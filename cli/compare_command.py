@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import UsageError
-from ..cost_models.number_format import compare_steps, percent, three_digits
-from ..cost_models.quantities import MOST_SHARE, format_bytes, format_seconds
+from ..cost_models.quantities import (
+    MOST_SHARE,
+    compare_steps,
+    format_bytes,
+    format_seconds,
+    percent,
+    three_digits,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

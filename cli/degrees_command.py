@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from .output import AsJson, Force
 

@@ -6,8 +6,16 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import compare_percent, describe_gap, format_amount, percent, percent_at_most
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import (
+    compare_percent,
+    describe_gap,
+    format_amount,
+    format_bytes,
+    format_count,
+    format_seconds,
+    percent,
+    percent_at_most,
+)
 from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 

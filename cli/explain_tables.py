@@ -8,8 +8,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.number_format import SAME, compare_percent, percent, ranges
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import (
+    SAME,
+    compare_percent,
+    format_bytes,
+    format_count,
+    format_seconds,
+    percent,
+    ranges,
+)
 from ..planner.explanation.critical_path import KINDS
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.option_fields import Options, option, settings_option
+from ..cost_models.arguments import Options, option, settings_option
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from .output import AsJson, Force, Output, PlanFile
 from .streams import printable, remark, result

@@ -6,8 +6,7 @@ from itertools import islice
 
 from rich.console import Console
 
-from ..cost_models.number_format import three_digits
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_seconds, three_digits
 from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
 from .table import Column, line, number, print_table, text, word

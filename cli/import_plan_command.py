@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import PartitionOptions
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines import MachineOptions
 from ..planner.plan_options import PlanOptions, TrainingKeywords
 from .option_parameters import Only
 from .output import AsJson, Force, Output

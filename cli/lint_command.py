@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from .compare_command import DIFFERENCE
 from .degrees_command import Kernels
@@ -78,8 +78,13 @@ def _print(report: LayoutReport, screen: Console) -> None:
 
 
 def _estimate_lines(report: LayoutReport) -> list[str]:
-    from ..cost_models.number_format import compare_percent, percent_at_most
-    from ..cost_models.quantities import format_bytes, format_count, format_seconds
+    from ..cost_models.quantities import (
+        compare_percent,
+        format_bytes,
+        format_count,
+        format_seconds,
+        percent_at_most,
+    )
     from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
     from .degrees_tables import recompute_words
 

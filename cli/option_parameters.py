@@ -21,8 +21,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperOption
 
+from ..cost_models.arguments import Option, Options, list_declarations
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Option, Options, list_declarations
 from .field_names import TYPED, as_options, name_field
 from .streams import be_quiet, remark
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from ..api.plan_summary import answer_lines, short_summary, summary_lines
-from ..cost_models.number_format import compare_steps, ranges, whole_percent
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, ranges, whole_percent
 from ..cost_models.runtime import other_layers_warning
 from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage, SharedWeight
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word

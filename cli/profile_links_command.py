@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cost_models.number_format import percent
-from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds, percent
 from ..profiler.profile_options import LinkOptions
 from .output import Force
 from .streams import console, remark, result

@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.number_format import format_amount, percent, three_digits
 from ..cost_models.optimizers import dtype_precision
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import (
+    format_amount,
+    format_bytes,
+    format_count,
+    format_seconds,
+    percent,
+    three_digits,
+)
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, ProfiledLayer, WholeMeasurement
 from .table import Column, Value, line, number, print_table, text

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Options, option
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Options, option
 from ..cost_models.runtime import list_runtimes
 from .option_parameters import action_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..cost_models.schedules import Schedule
+    from ..cost_models.program import Schedule
 
 
 ACTIONS = ("list", "show")
@@ -81,10 +81,9 @@ def schedules_command(
 def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
     from ..api.stage_costs import StageCosts, check_size
-    from ..cost_models.number_format import percent
+    from ..cost_models.quantities import percent
+    from ..cost_models.schedule_text import schedule_word, write_program
     from ..cost_models.schedules import find_schedule
-    from ..cost_models.schedules.registration import schedule_word
-    from ..cost_models.schedules.schedule_text import write_program
     from ..cost_models.timeline import simulate
     from .streams import console, result
     from .table import line

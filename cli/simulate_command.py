@@ -9,7 +9,7 @@ import typer
 
 from ..api.stage_costs import CostOptions
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines import MachineOptions
 from ..planner.plan_options import Overrides
 from .field_names import FIELDS, typed_text
 from .option_parameters import Without

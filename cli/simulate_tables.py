@@ -13,10 +13,9 @@ from rich.console import Console
 from ..api.provenance import made_by
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.number_format import ranges
-from ..cost_models.quantities import format_bytes, format_seconds
-from ..cost_models.simulator.result import StageTime
+from ..cost_models.quantities import format_bytes, format_seconds, ranges
 from ..cost_models.text_files import SVG, write_whole
+from ..cost_models.timeline import StageTime
 from ..planner.plan_file import TIE
 from ..planner.plan_simulation import Simulation, describe_simulation
 from .field_names import command_line

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, SweepOptions
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines import MachineOptions
 from ..planner.objectives.objective import ObjectiveOptions
 from ..planner.plan_options import PlanOptions
 from .field_names import FIELDS, typed_text

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ..api.options import SweepOptions
 from ..api.provenance import made_by
 from ..cost_models.errors import InfeasibleError
-from ..cost_models.number_format import percent, three_digits
-from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
+from ..cost_models.quantities import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    percent,
+    three_digits,
+)
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .field_names import command_line

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Option, Options, list_declarations, option, read_whole_number
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.option_fields import Option, Options, list_declarations, option
-from ..cost_models.option_readers import read_whole_number
+from ..cost_models.machines import MachineOptions
 from ..planner.objectives.objective import ObjectiveOptions
 from ..planner.plan_options import PlanOptions
 from .option_parameters import option_flag

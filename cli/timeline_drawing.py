@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..cost_models.quantities import format_seconds
-from ..cost_models.simulator.result import Span, Timeline
+from ..cost_models.timeline import Span, Timeline
 from .table import line
 
 KINDS = "FBW"

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Options, option
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Options, option
 from .option_parameters import action_parser
 
 ACTIONS = ("show", "list")
@@ -31,7 +31,7 @@ class TopologyOptions(Options):
 
 
 def _list_names() -> Iterable[str]:
-    from ..cost_models.machines.catalogue import MACHINES
+    from ..cost_models.machines import MACHINES
 
     return MACHINES
 
@@ -87,15 +87,15 @@ def _list(*, as_json: bool) -> None:
 
 
 def _show(name: Path, gpus: int | None, *, as_toml: bool, as_json: bool) -> None:
-    from ..cost_models.machines.catalogue import find_machine
-    from ..cost_models.machines.topology_options import described_topology
+    from ..cost_models.machines import find_machine
+    from ..cost_models.topology_file import described_topology
     from .streams import console, remark, result
     from .topology_tables import print_topology, topology_json
 
     machine = find_machine(str(name))
     title = str(name) if machine is None else machine.title
     if as_toml:
-        from ..cost_models.machines.topology_text import to_toml
+        from ..cost_models.topology_file import to_toml
 
         result(to_toml(described_topology(name, gpus), title))
         return

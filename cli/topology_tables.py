@@ -11,18 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..cost_models.communication import (
-    EXAMPLE_BYTES,
-    AllReduceTime,
-    list_all_reduce_times,
-    list_transfer_times,
-)
-from ..cost_models.hardware import Device, Level
-from ..cost_models.machines.catalogue import MACHINES, Machine
-from ..cost_models.machines.presets import PRESETS, PresetLink
-from ..cost_models.number_format import ranges
-from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from ..cost_models.topology import Topology
+from ..cost_models.collectives import EXAMPLE_BYTES, AllReduceTime, list_all_reduce_times, list_transfer_times
+from ..cost_models.machines import MACHINES, PRESETS, Machine, PresetLink
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds, ranges
+from ..cost_models.topology import Device, Level, Topology
 from .table import Column, line, number, print_table, text, word
 
 

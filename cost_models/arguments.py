@@ -1,18 +1,170 @@
-"""Checks of the Python API's arguments: a value of the expected type is returned, others raise UsageError."""
+"""Options of commands and of the Python API, each declared once, with the checks and readers of their values.
+
+The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
+(`pplan.cli.option_parameters` makes them) and, for a plan, what its file says under `options`. They are
+plain frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and
+use it where it matters.
+
+A check takes a field's name and a value, and returns the value as the field holds it. A reader takes a typed
+text (all texts, where an option repeats) and the option's name. Both raise UsageError. Sizes, rates and
+durations are in `quantities`.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import json
 import operator
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UsageError
-from .option_readers import read_slow_devices
 from .quantities import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SLOWDOWN
+
+MOST_DIGITS = 18
+"""Of a whole number: it and its products are what machines count with."""
+_WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
+
+
+def read_choice(allowed: Iterable[str]) -> Callable[[str, str], str]:
+    """A reader of one of the `allowed` words."""
+    words = tuple(allowed)
+
+    def read(text: str, name: str) -> str:
+        if text in words:
+            return text
+        near = difflib.get_close_matches(text, words, n=1, cutoff=0.5)
+        raise UsageError(
+            f"{name} {text}: is not one of {', '.join(words)}",
+            f"Did you mean {near[0]}?" if near else f"Give one of these, as in {name} {words[0]}.",
+        )
+
+    return read
+
+
+def read_whole_number(least: int) -> Callable[[str, str], int]:
+    """A reader of a whole number of at least `least`."""
+
+    def read(text: str, name: str) -> int:
+        return _whole(text, name, least)
+
+    return read
+
+
+def read_number_or_auto(text: str, name: str) -> int | str:
+    """A whole number of at least 1, or `auto`."""
+    if text == "auto":
+        return text
+    if not re.fullmatch(r"\d+", text):
+        raise UsageError(f"{name} {text}: is neither a whole number nor auto", f"For example: {name} 8")
+    return _whole(text, name, 1)
+
+
+def read_counts(text: str, name: str) -> tuple[int, ...]:
+    """`12,34` as whole numbers of at least 1, in their order."""
+    return tuple(_whole(part.strip(), name, 1) for part in text.split(","))
+
+
+def read_sizes(text: str, name: str) -> tuple[int, ...]:
+    """`1,2,4,8` as whole numbers of at least 1, ascending and without repeats."""
+    return tuple(sorted({_whole(part.strip(), name, 1, context=text) for part in text.split(",")}))
+
+
+def read_slow_devices(text: str, name: str) -> tuple[float, float]:
+    """`5%:1.5` or `0.05:1.5`: a share of the devices, and how many times as long they take."""
+    number = r"(\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})"
+    match = re.fullmatch(rf"{number}(%?):{number}", text.replace(" ", ""))
+    if not match:
+        raise UsageError(
+            f"{name} {text}: is not a share of the devices and how many times as long they take",
+            f"For example: {name} 5%:1.5",
+        )
+    return float(match[1]) / (100 if match[2] else 1), float(match[3])
+
+
+def read_by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[float, ...]]:
+    """A reader of `300GB/s,25GB/s`: inside a node and, where given, between nodes."""
+
+    def read_levels(text: str, name: str) -> tuple[float, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) > 2:
+            raise UsageError(
+                f"{name} {text}: has {len(parts)} values",
+                "Give one value inside a node and, after a comma, one between nodes.",
+            )
+        return tuple(read(part, name) for part in parts)
+
+    return read_levels
+
+
+def read_settings(pairs: Sequence[str], name: str) -> dict[str, object]:
+    """`("depth=24", "flag=true", "sizes=[1, 2]", "name=abc")` as keywords with values of their types.
+
+    A value is read as JSON or as a Python literal where it is one (true, false and none by any case), and is
+    text otherwise; quotes make text of what would be a number.
+    """
+    return _read_pairs(pairs, name, r"[^\W\d]\w*", "keyword", "depth=24")
+
+
+def read_module_styles(pairs: Sequence[str], name: str) -> dict[str, object]:
+    """`("layers.*.up=colwise",)` as words by the names of modules, with * for any part."""
+    return _read_pairs(pairs, name, r"[\w.*?\[\]!-]+", "name of modules", "layers.*.up=colwise")
+
+
+def _read_pairs(pairs: Sequence[str], name: str, key_form: str, what: str, example: str) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip()
+        if not equals:
+            raise UsageError(
+                f"{name} {pair!r}: there is no =", f"Write {name} KEY=VALUE, as in {name} {example}."
+            )
+        if not re.fullmatch(key_form, key):
+            raise UsageError(
+                f"{name} {pair!r}: {key!r} is no {what}", f"Before the = stands a name, as in {example}."
+            )
+        if key in values:
+            raise UsageError(
+                f"{name} {key} is given twice, as {values[key]!r} and as {_literal(value)!r}", "Give it once."
+            )
+        values[key] = _literal(value)
+    return values
+
+
+def _literal(text: str) -> object:
+    text = text.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value: object = parse(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        return value
+    return text
+
+
+def _whole(text: str, name: str, least: int, context: str = "") -> int:
+    what = f"{name} {context or text}"
+    if not re.fullmatch(r"[+-]?\d+", text):
+        part = f"{text!r} is" if context else "is"
+        raise UsageError(f"{what}: {part} not a whole number", f"For example: {name} {max(least, 8)}")
+    if len(text.lstrip("+-")) > MOST_DIGITS:
+        raise UsageError(
+            f"{what}: must have at most {MOST_DIGITS} digits", f"For example: {name} {max(least, 8)}"
+        )
+    if int(text) < least:
+        raise UsageError(f"{what}: must be at least {least}", f"For example: {name} {max(least, 8)}")
+    return int(text)
 
 
 def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
@@ -237,3 +389,136 @@ def _wrong(name: str, value: Any, expected_type: str, hint: str) -> UsageError:
     text = repr(value)
     text = f"{text[:60]}…" if len(text) > 60 else text
     return UsageError(f"{name}={text}: is not {expected_type} but of type {type(value).__name__}", hint)
+
+
+Check = Callable[[str, Any], Any]
+"""Of a field's name and a value: the value as the field holds it. Raises UsageError."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+Read = Callable[[Any, str], Any]
+"""Of a typed text (all, where an option repeats) and the option's name: the value. Raises UsageError."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is asked for.
+
+    `help`: one sentence; a field without it is no option of the command line. `form`: what stands for the
+    value there; `panel`: the heading of the help that it stands under; `flag`: its name where that is not the
+    field's; one that begins with "no-" makes the field False. `words`: all that may be typed; `least`: the
+    smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
+    `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
+    the value itself. `aliases`: other names of the option, which people type.
+    """
+
+    check: Check
+    help: str = ""
+    form: str | None = None
+    panel: str | None = None
+    words: tuple[str, ...] = ()
+    least: int | None = None
+    flag: str = ""
+    read: Read | None = None
+    repeats: bool = False
+    default_text: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a whole number."""
+        return self.least is not None
+
+    def value(self, typed: Any, flag: str) -> Any:
+        """What was typed for `flag`, a text or all of them, as a value. Raises UsageError."""
+        if self.read is not None:
+            return self.read(typed, flag)
+        if self.words:
+            return read_choice(self.words)(typed, flag)
+        return typed if self.least is None else read_whole_number(self.least)(typed, flag)
+
+
+def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:
+    """A field of `Options` with its declaration."""
+    return field(default=default, metadata={"option": Option(check, help, form, **more)})
+
+
+def settings_option(help: str, check: Check = settings) -> Any:
+    """A field of keywords: of a factory, or keys of a configuration, typed one by one as NAME=VALUE."""
+    return option(None, check, help, "NAME=VALUE", flag="set", read=read_settings, repeats=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fields made by `option`, checked when they are set. Raises UsageError."""
+
+    def __post_init__(self) -> None:
+        for name, own in list_declarations(type(self)).items():
+            object.__setattr__(self, name, own.check(name, getattr(self, name)))
+
+
+def list_declarations(model: type[Options]) -> dict[str, Option]:
+    """The declarations of a model's fields, by their names."""
+    return {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
+
+
+def options_from(
+    values: Mapping[str, Any],
+    *models: type[Options],
+    of: str = "solve",
+    takes: Collection[str] | None = None,
+) -> list[Any]:
+    """A model of each kind, with what is given for its fields. A name that several have is the first one's.
+
+    `of` names in errors whose options they are, `takes` those that it has, where that are not all.
+    Raises UsageError for a name that none has.
+    """
+    owners: dict[str, type[Options]] = {}
+    for model in models:
+        for name in list_declarations(model):
+            if takes is None or name in takes:
+                owners.setdefault(name, model)
+    for name in values:
+        if name not in owners:
+            raise unknown_option(name, list(owners), of)
+    return [
+        model(**{name: value for name, value in values.items() if owners[name] is model}) for model in models
+    ]
+
+
+def describe_options(
+    keywords: Any, *models: type[Options], refused: Collection[str] = ()
+) -> Callable[[Function], Function]:
+    """Adds to a function's docstring the options that it takes as `keywords`, a TypedDict, but for those that
+    it refuses, as the `models` declare them."""
+    declarations = {own.name: own for model in reversed(models) for own in fields(model)}
+    lines = ["Options:"]
+    for name in (name for name in keywords.__annotations__ if name not in refused):
+        annotation, own = keywords.__annotations__[name], declarations[name]
+        kind = getattr(annotation, "__forward_arg__", str(annotation))
+        if kind.startswith("Required["):
+            lines.append(f"    {name}: {kind.removeprefix('Required[').removesuffix(']')}")
+        else:
+            lines.append(f"    {name}: {kind} = {own.default!r}")
+        lines += textwrap.wrap(
+            own.metadata["option"].help, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
+
+    def add(function: Function) -> Function:
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+        return function
+
+    return add
+
+
+def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
+    """Each value by itself, of fields that one of the models has. Raises UsageError."""
+    for model in models:
+        for name, own in list_declarations(model).items():
+            if name in values:
+                own.check(name, values[name])
+
+
+def unknown_option(name: str, names: list[str], of: str) -> UsageError:
+    """The error for a name that is no option."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    guess = f"Did you mean {near[0]}? " if near else ""
+    return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(names)}.")

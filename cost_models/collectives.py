@@ -1,7 +1,8 @@
-"""Seconds of collectives over any devices, by the fastest algorithm for the topology and the size.
+"""Seconds of transfers and collectives over any devices, and the ports that they share.
 
-Each sends as the algorithm's authors count it: a latency for every step, and the bytes that one device (or
-one port that devices share) sends, at the pace of the slowest level in use. Adding up takes no time.
+A collective takes the fastest algorithm for the topology and the size. Each sends as its authors count it: a
+latency for every step, and the bytes that one device (or one port that devices share) sends, at the pace of
+the slowest level in use. Adding up takes no time.
 
 - ring: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, Journal of
   Parallel and Distributed Computing 69(2), 2009.
@@ -13,22 +14,35 @@ one port that devices share) sends, at the pace of the slowest level in use. Add
   here with as many as the topology has).
 - all-to-all: pairwise exchange (Thakur, Rabenseifner and Gropp, Optimization of collective communication
   operations in MPICH, International Journal of High Performance Computing Applications 19(1), 2005).
+
+A transfer between two stages of replicas goes through several ports at once, each of which sends at its
+bandwidth. Transfers that leave by one port are served one after another, all-reduces that go through one port
+share it, and no step is shorter than the transfers through its most loaded port.
+
+A weight that layers of several stages use (`layer.TiedWeight`) has a copy on each of these stages. After the
+last backward of the last of them, and after each stage's own all-reduce, its gradients are added up by one
+all-reduce over all devices that hold it, of every replica (Megatron-LM's embedding group, DeepSpeed's tied
+layers), one weight after another in the order of their first users. The all-reduce of a stage's replicas
+holds the weight where the stage has its first user, and no copies: these are part of the sum over all. Under
+ZeRO-1 every replica spreads copies like any weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .hardware import Amount, Link
-from .topology import FEW_RANKS, Topology
+from .layer import Floats, TiedWeight, has_user
+from .optimizers import Precision
+from .topology import FEW_RANKS, Amount, Link, Port, Topology
 
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
@@ -233,3 +247,480 @@ def _at_once(ranks: list[int], devices_per_port: int) -> int:
     if len(ranks) > FEW_RANKS:
         return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
     return max(Counter(rank // devices_per_port for rank in ranks).values())
+
+
+MIB = 2**20
+FIRST_BUCKET_BYTES = 1 * MIB
+"""torch.distributed's `_DEFAULT_FIRST_BUCKET_BYTES`: a small bucket first, so that reducing starts early."""
+BUCKET_BYTES = 25 * MIB
+"""DistributedDataParallel's default `bucket_cap_mb`."""
+
+Values = Sequence[float] | npt.NDArray[np.float64]
+
+
+def point_to_point_seconds(link: Link, bytes: Amount) -> Amount:
+    """Seconds of one transfer; element by element for an array of sizes."""
+    return link.seconds(bytes)
+
+
+def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
+    """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
+
+    `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
+    first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
+    it, by any amount: a parameter is never split. The first bucket is small, the last one has what remains.
+    """
+    buckets: list[tuple[int, int]] = []
+    start, bytes_so_far, size = 0, 0.0, float(FIRST_BUCKET_BYTES)
+    for index, own in enumerate(parameter_bytes):
+        bytes_so_far += own
+        if bytes_so_far >= size:
+            buckets.append((start, index + 1))
+            start, bytes_so_far, size = index + 1, 0.0, BUCKET_BYTES
+    if bytes_so_far > 0:
+        buckets.append((start, len(parameter_bytes)))
+    return buckets
+
+
+def bucketed_all_reduce_end(
+    ready_seconds: Values,
+    bucket_bytes: Values,
+    topology: Topology,
+    devices: Sequence[int],
+) -> float:
+    """When the last bucket is reduced, where bucket k is complete at `ready_seconds[k]`; 0 without buckets.
+
+    Buckets are reduced one after another, in order (Li et al., PyTorch Distributed: Experiences on
+    Accelerating Data Parallel Training, VLDB 2020, section 3.2.3).
+    """
+    end = 0.0
+    for ready, size in zip(ready_seconds, bucket_bytes, strict=True):
+        end = max(end, float(ready)) + all_reduce_seconds(topology, devices, float(size))
+    return end
+
+
+def exposed_all_reduce_seconds(
+    layer_backward_seconds: Values,
+    layer_parameter_bytes: Values,
+    topology: Topology,
+    devices: Sequence[int],
+) -> float:
+    """Seconds from the end of the backward pass until the gradients of all replicas are reduced.
+
+    Figures of layers stand in forward order; backward runs from the last to the first, and the gradients of a
+    layer, as large as its parameters and taken as one, are ready when its backward ends. Reducing overlaps
+    the backward that is left, as in DistributedDataParallel, and slows it nowhere.
+    """
+    backward = np.asarray(layer_backward_seconds, dtype=np.float64)[::-1]
+    gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
+    if len(devices) == 1 or not gradients.any():
+        return 0.0
+    done = np.cumsum(backward)
+    last, sizes = _bucket_ends(gradients)
+    end = bucketed_all_reduce_end(done[last], sizes, topology, devices)
+    return max(0.0, end - float(done[-1]))
+
+
+def exposed_all_reduces(
+    layer_backward_seconds: npt.NDArray[np.float64],
+    layer_parameter_bytes: Values,
+    topology: Topology,
+    devices: Sequence[int],
+) -> npt.NDArray[np.float64]:
+    """(many,): `exposed_all_reduce_seconds` for many backward passes of the same layers, (many, layers)."""
+    gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
+    end = np.zeros(len(layer_backward_seconds))
+    if len(devices) == 1 or not gradients.any():
+        return end
+    done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
+    for layer, size in zip(*_bucket_ends(gradients), strict=True):
+        end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size)
+    exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
+    return exposed
+
+
+def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
+    """By bucket the index of its last gradient, in the order in which they become ready, and its bytes."""
+    buckets = gradient_buckets(gradients)
+    # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
+    last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
+    return last, [float(gradients[start:stop].sum()) for start, stop in buckets]
+
+
+EXAMPLE_BYTES = (10**6, 10**9)
+"""Bytes: one that latency decides, and one that bandwidth decides."""
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """One transfer between two devices that only `level` joins."""
+
+    level: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AllReduceTime:
+    """An all-reduce over the first `gpus` devices by every algorithm that can, and the `best` of them."""
+
+    over: str
+    gpus: int
+    bytes: int
+    best: Algorithm
+    seconds: dict[str, float]
+
+
+def list_transfer_times(topology: Topology) -> list[TransferTime]:
+    """Of both sizes, at every level from the inside, also where the devices do not reach it."""
+    return [
+        TransferTime(level.name, size, float(level.link.seconds(float(size))))
+        for level in topology.levels
+        for size in EXAMPLE_BYTES
+    ]
+
+
+def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
+    """Of both sizes, over a node and over all devices where these are more; none for one device."""
+    node = min(topology.gpus_per_node, topology.gpus)
+    groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
+    if node == topology.gpus:
+        groups = {f"all {topology.gpus} GPUs": topology.gpus}
+    return [
+        _all_reduce(topology, over, gpus, size)
+        for over, gpus in groups.items()
+        if gpus > 1
+        for size in EXAMPLE_BYTES
+    ]
+
+
+def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
+    each = all_reduce_seconds_by_algorithm(topology, range(gpus), float(size))
+    seconds: dict[str, float] = {name: float(own) for name, own in each.items()}
+    return AllReduceTime(over, gpus, size, min(each, key=each.__getitem__), seconds)
+
+
+Ranks = tuple[int, ...]
+Owners = npt.NDArray[np.int64]
+Loaded = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The ways from stages to stages of a topology, remembered."""
+
+    topology: Topology
+    _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
+    _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
+
+    def route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+        """Latency, and seconds of each byte of a whole micro-batch, for which the slowest port is taken.
+
+        Each sender has an equal run of its samples, and so needs each receiver (DAPPLE's split and
+        concatenation, Fan et al., PPoPP 2021, section 5). Parts that go through one port, as the network
+        adapter of a machine, share its bandwidth; the slowest port counts.
+        """
+        key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
+        if key not in self._routes:
+            self._routes[key] = self._route(senders, receivers)
+        return self._routes[key]
+
+    def _shift_ranks(self, ranks: Ranks, first: int | None = None) -> Ranks:
+        """The ranks as if `first`, else their own first, were of the first node, where nodes are alike."""
+        if not self.alike:
+            return ranks
+        node = (ranks[0] if first is None else first) // self.topology.gpus_per_node
+        shift = node * self.topology.gpus_per_node
+        return tuple(rank - shift for rank in ranks)
+
+    @property
+    def alike(self) -> bool:
+        """Whether every node has the same links to the next: a level's ports belong to its members."""
+        return len(self.topology.levels) <= 2
+
+    def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+        if len(senders) + len(receivers) > FEW_RANKS:
+            by_level = list(self._load_arrays(senders, receivers))
+            latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
+            return latency, max(float(loads.max()) for *_, loads in by_level)
+        loads, latency = self._add_loads(senders, receivers)
+        return latency, max(loads.values())
+
+    def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
+        """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
+        whole micro-batch it is taken."""
+        key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
+        first = senders[0] - key[0][0]
+        if key not in self._loads:
+            self._loads[key] = self._shift_loads(self._of_all_ports(senders, receivers), -first)
+        return self._shift_loads(self._loads[key], first) if first else self._loads[key]
+
+    def _shift_loads(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
+        """The same of ports that belong to devices of so much higher ranks."""
+        by_level = [devices // level.devices_per_port for level in self.topology.levels]
+        return {
+            Port(port.level, port.direction, port.owner + by_level[port.level]): load
+            for port, load in loads.items()
+        }
+
+    def exit_port(self, senders: Ranks, receivers: Ranks) -> Port:
+        """Of the ports that the transfer leaves by, the one that it takes longest (of equal ones the first):
+        transfers with the same one are served one after another."""
+        leaving = [(-load, port) for port, load in self.loads(senders, receivers).items() if port.leaves]
+        return min(leaving)[1]
+
+    def _of_all_ports(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
+        if len(senders) + len(receivers) <= FEW_RANKS:
+            return self._add_loads(senders, receivers)[0]
+        return {
+            Port(level, direction, owner): load
+            for level, direction, owners, loads in self._load_arrays(senders, receivers)
+            for owner, load in zip(owners.tolist(), loads.tolist(), strict=True)
+        }
+
+    def _load_arrays(self, senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, str, Owners, Loaded]]:
+        """`_add_loads` of many devices: by level and direction, the owners of the ports and their seconds."""
+        many, few = len(receivers), len(senders)
+        edges = np.unique(np.append(many * np.arange(few + 1), few * np.arange(many + 1)))
+        a, b = np.array(senders)[edges[:-1] // many], np.array(receivers)[edges[:-1] // few]
+        shares, shared = np.diff(edges) / (few * many), self.topology.shared_levels(a, b)
+        for level in np.unique(shared).tolist():
+            own, at = self.topology.levels[level], shared == level
+            seconds = shares[at] / own.link.bandwidth_bytes_per_second
+            for direction, ranks in (("out", a[at]), ("in", b[at])):
+                owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
+                loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
+                yield level, direction, owners, loads
+
+    def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
+        """What `loads` returns, and the longest latency."""
+        loads: defaultdict[Port, float] = defaultdict(float)
+        latency = 0.0
+        for a, b, share in _parts(senders, receivers):
+            if (a, b) not in self._pairs:
+                self._pairs[a, b] = self.topology.link(a, b), self.topology.ports(a, b)
+            link, ports = self._pairs[a, b]
+            latency = max(latency, link.latency_seconds)
+            for port in ports:
+                loads[port] += share / link.bandwidth_bytes_per_second
+        return dict(loads), latency
+
+
+def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]:
+    """Sender, receiver and share of the samples of every part. Samples are counted in parts of a sender times
+    parts of a receiver, so that they are whole."""
+    done, whole = 0, len(senders) * len(receivers)
+    while done < whole:
+        i, j = done // len(receivers), done // len(senders)
+        until = min((i + 1) * len(receivers), (j + 1) * len(senders))
+        yield senders[i], receivers[j], (until - done) / whole
+        done = until
+
+
+NONE = -1
+Loads = dict[tuple[int, int], float]
+"""By port, its level and owner: seconds."""
+
+
+class Hop(NamedTuple):
+    """All that one device of a program sends to another in a step; `seconds`: how long its busiest port is
+    taken by them together."""
+
+    sender: int
+    receiver: int
+    seconds: float
+
+
+class AllReduceBytes(NamedTuple):
+    """The bytes that an all-reduce over `ranks` adds up, so many `times` in a step; `before`: bytes of
+    all-reduces that send as much as the ranks exchange earlier in the step. `key` names it to the caller."""
+
+    key: int
+    ranks: Ranks
+    bytes: float
+    times: int = 1
+    before: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PortSharing:
+    """`links` (devices, devices): a number for the port that each transfer waits for, -1 where there is none.
+    `reduce_loads`: by key of an all-reduce, the seconds for which it takes each port that others take, too.
+    `port_seconds`: for how long the most loaded port is taken in a step."""
+
+    links: npt.NDArray[np.int64]
+    reduce_loads: dict[int, Loads]
+    port_seconds: float
+
+    @property
+    def pattern(self) -> bytes:
+        """The same for pipelines whose transfers wait for each other in the same way."""
+        numbers: dict[int, int] = {NONE: NONE}
+        same = [numbers.setdefault(int(link), len(numbers)) for link in self.links.flat]
+        return np.array(same, dtype=np.int64).tobytes()
+
+
+class TopologyPorts:
+    """Of the pipelines on a topology; what its ports carry is remembered."""
+
+    def __init__(self, topology: Topology, routes: Routes | None = None) -> None:
+        self.topology = topology
+        self.routes = Routes(topology) if routes is None else routes
+        self._numbers: dict[Port, int] = {}
+        self._exits: dict[tuple[Ranks, Ranks], int] = {}
+        self._parts: dict[tuple[Ranks, Ranks], list[tuple[Port, float]]] = {}
+        self._reduced: dict[Ranks, Loads] = {}
+
+    def sharing(
+        self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[AllReduceBytes]
+    ) -> PortSharing:
+        """`ranks`: by device of the program, those of its replicas."""
+        links = np.full((len(ranks), len(ranks)), NONE, dtype=np.int64)
+        seconds_by_port: defaultdict[Port, float] = defaultdict(float)
+        for sender, receiver, seconds in hops:
+            links[sender, receiver] = self._exit(ranks[sender], ranks[receiver])
+            if seconds:
+                for port, part in self._shares(ranks[sender], ranks[receiver]):
+                    seconds_by_port[port] += part * seconds
+        loads: dict[int, Loads] = {}
+        reduced: Loads = {}  # as many seconds in either direction
+        for own in reductions:
+            own_loads = self._loads(own.ranks)
+            if own.bytes:
+                loads[own.key] = {port: own.bytes * each for port, each in own_loads.items()}
+            bytes = own.bytes * own.times + own.before
+            for place, each in own_loads.items():
+                reduced[place] = reduced.get(place, 0.0) + bytes * each
+        together = (own + reduced.get((port.level, port.owner), 0.0) for port, own in seconds_by_port.items())
+        return PortSharing(links, _of_several(loads), max([*reduced.values(), *together], default=0.0))
+
+    def _exit(self, senders: Ranks, receivers: Ranks) -> int:
+        key = senders, receivers
+        if key not in self._exits:
+            port = self.routes.exit_port(senders, receivers)
+            self._exits[key] = self._numbers.setdefault(port, len(self._numbers))
+        return self._exits[key]
+
+    def _shares(self, senders: Ranks, receivers: Ranks) -> list[tuple[Port, float]]:
+        """By port, its part of the seconds for which the busiest is taken."""
+        key = senders, receivers
+        if key not in self._parts:
+            loads = self.routes.loads(senders, receivers)
+            most = max(loads.values())
+            self._parts[key] = [(port, load / most) for port, load in loads.items() if most]
+        return self._parts[key]
+
+    def _loads(self, ranks: Ranks) -> Loads:
+        key = tuple(sorted(ranks))
+        if key not in self._reduced:
+            self._reduced[key] = all_reduce_loads(self.topology, key)
+        return self._reduced[key]
+
+
+def _of_several(loads: dict[int, Loads]) -> dict[int, Loads]:
+    """Without the ports that a single all-reduce takes: there it waits for no other."""
+    uses = Counter(port for own in loads.values() for port in own)
+    contended = {
+        key: {port: seconds for port, seconds in own.items() if uses[port] > 1} for key, own in loads.items()
+    }
+    return {key: own for key, own in contended.items() if own}
+
+
+def end_on_ports(end: float, loads: Loads, free: Loads) -> float:
+    """When an all-reduce ends whose ports others take, too; `end`: by itself. `free`: until when each port is
+    taken, brought up to date.
+
+    Each port works through what it is given, one after another; by itself, what it sends of this one ends
+    with it.
+    """
+    last = end
+    for port, seconds in loads.items():
+        free[port] = max(end - seconds, free.get(port, 0.0)) + seconds
+        last = max(last, free[port])
+    return last
+
+
+def all_reduce_ends(ready: Sequence[float], seconds: Sequence[float], loads: dict[int, Loads]) -> list[float]:
+    """By stage, when its gradients are added up: `ready` when its last backward ends, `seconds` of its
+    all-reduce by itself, `loads` of shared ports by stage. Whoever is ready first goes first."""
+    ends = [begin + more for begin, more in zip(ready, seconds, strict=True)]
+    free: Loads = {}
+    for stage in sorted(loads, key=lambda own: (ready[own], own)):
+        ends[stage] = end_on_ports(ends[stage], loads[stage], free)
+    return ends
+
+
+@dataclass(frozen=True)
+class TiedSum:
+    """The sum of a weight's gradients over all `ranks` that hold it, on the `stages` of a program; `parts`:
+    of the layers, those with a user. Seconds by itself."""
+
+    name: str
+    parts: tuple[int, ...]
+    stages: tuple[int, ...]
+    ranks: Ranks
+    bytes: float
+    seconds: float
+
+
+Seconds = Callable[[Ranks, float], float]
+"""Of an all-reduce over these ranks, of so many bytes held by each."""
+
+
+def reduction_seconds(topology: Topology) -> Seconds:
+    """Of any sum on a topology."""
+    return lambda ranks, bytes: float(all_reduce_seconds(topology, ranks, bytes))
+
+
+def tied_sums(
+    tied: Sequence[TiedWeight],
+    ends: Sequence[int],
+    ranks: Sequence[Sequence[int]],
+    stages: Sequence[Sequence[int]],
+    precision: Precision,
+    seconds: Seconds,
+) -> Iterator[TiedSum]:
+    """Of the parts of the layers that end before `ends`: by part, all `ranks` that hold it and the `stages`
+    (devices of a program) that compute it."""
+    bounds = list(pairwise((0, *ends)))
+    for weight in tied:
+        parts = tuple(part for part, (first, end) in enumerate(bounds) if weight.is_used(first, end))
+        holders = tuple(sorted({rank for part in parts for rank in ranks[part]}))
+        if len(parts) > 1 and len(holders) > 1 and weight.trainable_bytes:
+            bytes = weight.trainable_bytes * (precision.gradient / precision.weight)
+            places = tuple(sorted({stage for part in parts for stage in stages[part]}))
+            yield TiedSum(weight.name, parts, places, holders, bytes, seconds(holders, bytes))
+
+
+def ends_after_sums(ends: Floats, sums: Sequence[TiedSum]) -> Floats:
+    """(stages, ...): when each stage is done, whose own gradients are ready at `ends`."""
+    if not sums:
+        return ends
+    after = ends.copy()
+    for own in sums:
+        stages = list(own.stages)
+        after[stages] = after[stages].max(axis=0) + own.seconds
+    return after
+
+
+def least_seconds_after(
+    tied: Sequence[TiedWeight],
+    cut_points: Sequence[int],
+    topology: Topology,
+    precision: Precision,
+    replicas: int,
+) -> Floats | float:
+    """(n, n): seconds that the sums of a stage's weights take at the least, where its layers from cut point i
+    to before cut point j have some of their users and not all. Every sum is over its `replicas` and another
+    stage's device: each sends 2 (r - 1) / r of the bytes, over the fastest link at best."""
+    points, total = np.array(cut_points), np.zeros((len(cut_points),) * 2)
+    if not any(weight.trainable_bytes for weight in tied) or topology.gpus < 2:
+        return 0.0
+    fastest = max(level.link.bandwidth_bytes_per_second for level in topology.levels_in_use)
+    share = 2 * replicas / (replicas + 1) * (precision.gradient / precision.weight)
+    for weight in tied:
+        has_all = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]
+        seconds = share * weight.trainable_bytes / fastest
+        total += seconds * (has_user(weight.layers, points) & ~has_all)
+    return total

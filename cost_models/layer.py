@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
@@ -10,9 +10,43 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .tied_weights import SharedBuffer, TiedWeight
 
 Vector = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that the `layers` use (their numbers, ascending; two at least). Its bytes count as the first
+    one's in a chain. `trainable_bytes`: 0 of a weight that is frozen."""
+
+    name: str
+    bytes: float
+    trainable_bytes: float
+    layers: tuple[int, ...]
+
+    def is_used(self, first: int, end: int) -> bool:
+        """Whether a layer from `first` to before `end` uses it."""
+        return any(first <= layer < end for layer in self.layers)
+
+    def is_copied(self, first: int, end: int) -> bool:
+        """Whether one does, and an earlier layer as well."""
+        return self.layers[0] < first and self.is_used(first, end)
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """A buffer that the `layers` (ascending; two at least) read and none writes. Each stage with a user has
+    one; its bytes count as the first user's in a chain."""
+
+    name: str
+    bytes: float
+    layers: tuple[int, ...]
+
+    def is_copied(self, first: int, end: int) -> bool:
+        """Whether a layer from `first` to before `end` uses it, and an earlier one as well."""
+        return self.layers[0] < first and any(first <= layer < end for layer in self.layers)
+
 
 MEASURED = (
     "forward_seconds",
@@ -334,3 +368,31 @@ def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Cha
                 "Profile the same model on that kind of device.",
             )
     return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
+
+
+def copy_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False) -> Floats:
+    """(n, n): bytes of the copies in the layers from cut point i to before cut point j; those of `trainable`
+    weights alone."""
+    points = np.array(cut_points)
+    copies = np.zeros((len(points),) * 2)
+    for weight in tied:
+        bytes = weight.trainable_bytes if trainable else weight.bytes
+        copies += bytes * (has_user(weight.layers, points) & (points > weight.layers[0])[:, None])
+    return copies
+
+
+def buffer_copy_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
+    """(n, n): as `copied_bytes`, of buffers."""
+    points = np.array(cut_points)
+    copies = np.zeros((len(points),) * 2)
+    for buffer in buffers:
+        copies += buffer.bytes * (has_user(buffer.layers, points) & (points > buffer.layers[0])[:, None])
+    return copies
+
+
+def has_user(layers: Sequence[int], points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(n, n): whether one of the layers is from point i to before point j."""
+    users = np.array([*layers, np.iinfo(np.int64).max])
+    following = users[np.searchsorted(users[:-1], points)]
+    has: npt.NDArray[np.bool_] = following[:, None] < points[None, :]
+    return has

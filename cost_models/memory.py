@@ -1,22 +1,208 @@
-"""The memory ledger of a stage: the bytes of its layers, of its weights' training, and every term.
+"""The memory ledger: bytes of a stage's layers, of the training of its weights, and every term of a device.
 
-All functions take floats or numpy arrays that broadcast together, so that one formula serves a single stage
-and the table of all stages that a chain can have. Devices with several chunks, and schedules other than the
-straight ones, are counted action by action in `device_memory`.
+`StageBytes` holds the bytes of a stage's layers. `ledger` is the closed form for 1F1B and GPipe: its
+arguments are floats or numpy arrays that broadcast together, so that one formula serves a single stage and
+the table of all stages of a chain. `device_ledger` counts any program, action by action; a test
+compares them.
+
+A device runs its list in order, so what is alive during an action follows from the list alone, whatever the
+costs. A micro-batch is in flight on a chunk from the start of its F to the end of its W, of its B where it
+has no W, and holds meanwhile:
+
+    never         what its layers save, all the time
+    always        its input, all the time; from the start of B also what its layers save
+    except_last   as always; the last micro-batch as never
+
+Where some backwards are in two parts, as torch.distributed.pipelining runs them (`stage_backward_input`,
+`stage_backward_weight`; read and counted in torch 2.14), that is not all:
+
+    F to the end  what the chunk hands on stays, too
+    B             frees nothing while it runs, so that its workspace comes on top of all, and leaves the
+                  gradients that W needs. Then it frees the part of the graph behind the last weight: counted
+                  is the loss of the last chunk. On the first chunk it does nothing: W does all
+    W             frees the rest as it goes; counted at its end
+
+and PyTorch has, of every micro-batch of the step, a buffer for what each chunk receives, and one for its
+gradient; and it keeps the gradients of the inputs to the end of the step.
+
+A stage that recomputes `first_3` keeps its input and what its layers from the fourth on save; backward runs
+the first three again when it comes to them, and by then nothing of the others is left. So these two never add
+up: the larger counts for the micro-batch at work. Any other layers would be run again while what the layers
+before them save is held. Megatron-LM's `--recompute-method block` takes the first layers of each stage, too,
+each as its own checkpoint; here they are one checkpoint, which keeps one input.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import ceil, floor
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import UsageError
-from .optimizers import FLOAT32, Optimizer, Precision, find_optimizer
-from .precision import ZERO_STAGES
+from .layer import Floats, LayerCosts
+from .optimizers import FLOAT32, ZERO_STAGES, Optimizer, Precision, find_optimizer
+from .program import Action, Program
 from .runtime import OFFLOAD
-from .stage_bytes import Amount, StageBytes, offload_saved, receive_ahead
+
+Amount = float | npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
+
+    `trainable` are those of the parameters that get gradients. `saved` is what backward needs of the stage's
+    own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
+    and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` what it needs at its
+    peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
+    most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
+    tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
+    `layer.TiedWeight`). `largest`: of the trainable parameters the largest. `besides`: where it
+    recomputes, what a micro-batch in flight holds besides its input (see `recompute_first`).
+
+    Of a backward in two parts (see above): `pending`: gradients that the first leaves for the
+    second; `output`: what the stage hands on; `released`: of `saved` and `output` what the first frees;
+    `layer_workspace`: the largest of a layer.
+
+    Where what is saved goes to the host (see `offload_saved`): `working`: the most that a layer is handed and
+    saves, the stage's own input aside; `working_peak`: the same with the layer's workspace; `loss`: what the
+    loss behind the last layer saves, in `saved` alone.
+    """
+
+    parameters: Amount
+    trainable: Amount
+    buffers: Amount
+    saved: Amount
+    saved_input: Amount
+    input: Amount
+    received: Amount
+    sent: Amount
+    workspace: Amount
+    gathered: Amount | None = None
+    copies: Amount = 0.0
+    largest: Amount = 0.0
+    pending: Amount = 0.0
+    output: Amount = 0.0
+    released: Amount = 0.0
+    layer_workspace: Amount = 0.0
+    besides: Amount = 0.0
+    working: Amount = 0.0
+    working_peak: Amount = 0.0
+    loss: Amount = 0.0
+
+    @property
+    def offloaded(self) -> Amount:
+        """Bytes of a micro-batch that go to the host, and come back, where the stage offloads."""
+        return self.saved - self.loss
+
+
+def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
+    """The bytes of the layers `first` to `last` (0-based, inclusive), or of a chunk of a device. Raises
+    UsageError where the layers cannot be."""
+    layers = len(costs.saved_bytes)
+    if not 0 <= first <= last < layers:
+        raise UsageError(
+            f"layers {first} to {last} of {layers}: no stage", f"Give layers of 0 to {layers - 1}, in order."
+        )
+    own = slice(first, last + 1)
+    received = float(costs.output_bytes[first - 1]) if first else 0.0
+    copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
+    copies = sum(weight.trainable_bytes for weight in copied)
+    buffers = sum(shared.bytes for shared in costs.shared_buffers if shared.is_copied(first, last + 1))
+    output, is_last = float(costs.output_bytes[last]), last == layers - 1
+    working = costs.offloaded_bytes[own] + np.append(0.0, costs.output_bytes[first:last])
+    return StageBytes(
+        parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
+        trainable=float(costs.trainable_bytes[own].sum()) + copies,
+        buffers=float(costs.buffer_bytes[own].sum()) + buffers,
+        saved=float(costs.saved_bytes[own].sum()),
+        saved_input=float(costs.saved_input_bytes[first]),
+        input=received if first else costs.input_bytes,
+        received=received,
+        sent=0.0 if is_last else output,
+        workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
+        gathered=neighbours(costs.parameter_bytes[own].tolist()),
+        copies=copies,
+        largest=max([float(costs.largest_bytes[own].max()), *(own.trainable_bytes for own in copied)]),
+        pending=float(costs.pending_bytes[own].sum()) if first else 0.0,
+        output=output,
+        released=costs.loss_bytes + output if first and is_last else 0.0,
+        layer_workspace=float(costs.workspace_bytes[own].max()),
+        working=float(working.max()),
+        working_peak=float((working + costs.workspace_bytes[own]).max()),
+        loss=costs.loss_bytes if is_last else 0.0,
+    )
+
+
+def stage_workspace(saved: Sequence[float], workspace: Sequence[float]) -> float:
+    """Bytes a stage needs at its peak besides all that its layers save; both given by layer, in their order.
+
+    While layer i of the stage runs, forward or backward, the micro-batch at work holds what layers 0 to i
+    save and the workspace of layer i. The peak is the largest of these sums: less than all saved bytes plus
+    the largest workspace, where that belongs to an early layer.
+    """
+    peak = max(before + own for before, own in zip(accumulate(saved), workspace, strict=True))
+    return max(peak - sum(saved), 0.0)
+
+
+def neighbours(parameters: Sequence[float]) -> float:
+    """The parameters of two layers in a row at most, given by layer: of the one at work and of the one that
+    is fetched meanwhile."""
+    return max((a + b for a, b in pairwise(parameters)), default=parameters[0])
+
+
+def workspace_before_loss(own: Amount, loss_saved: Amount, loss_workspace: Amount) -> Amount:
+    """Workspace of the last layer with the loss behind it, whose saved bytes count as the layer's own.
+
+    `own`: the layer's, counted without the loss. Nothing of the loss is held while the layer itself runs, so
+    the layer needs no more than what exceeds the loss' saved bytes, or what the loss needs above them.
+    """
+    return np.maximum(own - loss_saved, loss_workspace)
+
+
+def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
+    """The bytes of a stage as PyTorch's pipelining has them where backwards are whole.
+
+    From the beginning of a step on it has buffers for what each of the step's micro-batches receives, inputs
+    and gradients (torch/distributed/pipelining/stage.py: `_setup_forward_recv_info`). Of a micro-batch in
+    flight the input lies in them; its output stays until its backward, and then the input's gradient until it
+    is sent, under GPipe with those of all others: each is counted with both, and one gradient besides. A
+    stage without neighbours is as it was.
+    """
+    output = np.where(stage.received + stage.sent > 0, stage.output, 0.0)
+    return replace(
+        stage,
+        saved_input=np.maximum(stage.saved_input, stage.received) + output,
+        input=stage.input + output,
+        received=(micro_batches + 1) * stage.received,
+        sent=micro_batches * stage.sent,
+    )
+
+
+def offload_saved(stage: StageBytes) -> StageBytes:
+    """The bytes of a stage that keeps what it saves in the host's memory, as those of one that recomputes
+    always.
+
+    Autograd's hooks copy each storage to the host when it is saved, and back for the operation that needs it
+    (`runtimes/pipelining/stage.py`). So the device has, of a micro-batch in flight, the stage's input
+    (and its output, where the runtime keeps that), and what the loss saved, which runs outside of the hooks;
+    and of the one at work what one layer is handed, saves and works with, forward or backward. What it is
+    handed counts whole: that is there while it runs, and comes back where the layer saved it, too.
+    """
+    return replace(
+        stage,
+        saved=stage.working,
+        saved_input=stage.saved_input * 0,
+        besides=stage.loss,
+        workspace=stage.working_peak - stage.working,
+    )
+
 
 Recompute = str
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
@@ -168,7 +354,7 @@ def ledger(
     One micro-batch is at work at a time, whatever is in flight, so that the workspace is there once.
     GPipe runs the last micro-batch's backward first, so `except_last` keeps what `always` does but one stage
     input: that of the last is among what it saves. Where backwards run in another order,
-    `device_memory.device_ledger` counts. `OFFLOAD`: as of `offload_saved`.
+    `device_ledger` counts. `OFFLOAD`: as of `offload_saved`.
 
     Raises UsageError.
     """
@@ -232,3 +418,360 @@ def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[st
     waiting = in_flight - 1 if recompute == "except_last" else in_flight
     besides = in_flight * stage.besides
     return {"activations": 1 * whole + besides, "stage_inputs": stage.input * waiting}
+
+
+class InFlightBytes(NamedTuple):
+    """A micro-batch in flight on a chunk, and the bytes that it holds."""
+
+    micro_batch: int
+    chunk: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class DeviceLedger:
+    """Bytes by term as a device holds most; `action`: the first one during which it does; `alive`: the
+    micro-batches in flight then, whose bytes add up to the terms `activations`, `stage_inputs` and
+    `pending_gradients`."""
+
+    terms: dict[str, float]
+    action: Action
+    alive: tuple[InFlightBytes, ...]
+
+    @property
+    def bytes(self) -> float:
+        """What the device needs."""
+        return sum(self.terms.values())
+
+
+class ActionBytes(NamedTuple):
+    """Bytes during each action of a device's list, each of shape (actions,): what comes and goes."""
+
+    activations: Floats
+    stage_inputs: Floats
+    pending_gradients: Floats
+    workspace: Floats
+
+    @property
+    def bytes(self) -> Floats:
+        """All of it."""
+        return self.activations + self.stage_inputs + self.pending_gradients + self.workspace
+
+
+def bytes_by_action(
+    program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
+) -> ActionBytes:
+    """What a device holds during each action, besides what it has all the time. Arguments and errors as of
+    `device_ledger`."""
+    _check(program, device, chunk_bytes, recompute)
+    own, stays = program.actions[device], _lifetimes(program, device, recompute)
+    sizes = [micro_batch_bytes(chunk, program) for chunk in chunk_bytes]
+    split = {action[1:] for action in own if action.kind == "W"}
+    workspace = np.array(
+        [
+            float(chunk.layer_workspace if action.kind != "F" and action[1:] in split else chunk.workspace)
+            for action in own
+            for chunk in (chunk_bytes[action.chunk],)
+        ]
+    )
+    return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
+
+
+def device_ledger(
+    program: Program,
+    device: int,
+    chunk_bytes: Sequence[StageBytes],
+    training: Training,
+    *,
+    recompute: str = "never",
+    weight_versions: float | Sequence[float] = 1,
+    copies: int = 1,
+    context_bytes: float = 0,
+    ahead: bool = False,
+) -> DeviceLedger:
+    """The ledger of one device of `program`, with the terms of `memory.ledger`.
+
+    `chunk_bytes`: of each of its chunks, at the size of a whole micro-batch of one replica. The replicas of
+    `training` are all devices that add up the same gradients: Chimera's other direction counts too.
+    `weight_versions`: of every chunk, or one value a chunk; `copies` of the weights as the schedule says.
+
+    Weights, gradients, states and versions are those of all chunks, and of the copies that no pipe trains
+    (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
+    together, at the action at which their sum is largest; the optimizer's step as in `memory.ledger`.
+    Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
+    `ahead`: of all chunks, whose bytes are those of `receive_ahead`.
+    Raises UsageError.
+    """
+    usage = bytes_by_action(program, device, chunk_bytes, recompute)
+    peak = int(np.argmax(usage.bytes))
+    whole = _merge_chunks(chunk_bytes)
+    terms = {
+        **training.states(whole),
+        "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
+        "activations": float(usage.activations[peak]),
+        "stage_inputs": float(usage.stage_inputs[peak]),
+        **({"pending_gradients": float(usage.pending_gradients[peak])} if program.splits_backward else {}),
+        "communication": _transfers(program, device, chunk_bytes, ahead) + training.exchange_bytes(whole),
+        "workspace": float(usage.workspace[peak]),
+    }
+    alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))
+    temporaries = training.step_temporaries(whole)
+    if temporaries is not None:
+        asynchronous = np.max(weight_versions) > 1
+        waiting = usage.activations[peak] if recompute == "never" else usage.stage_inputs[peak]
+        waits = float(waiting) * (len(alive) - 1) / len(alive) if asynchronous else 0.0
+        terms["optimizer_step"] = step_excess(temporaries, waits, float(usage.bytes[peak]))
+    closed = {name: float(amount) for name, amount in with_reserve(terms, context_bytes).items()}
+    return DeviceLedger(closed, program.actions[device][peak], alive)
+
+
+def _alive(
+    program: Program, device: int, chunks: Sequence[StageBytes], recompute: str, position: int
+) -> Iterator[InFlightBytes]:
+    """The micro-batches in flight at a position in the list, in the order of their forwards."""
+    sizes = [micro_batch_bytes(chunk, program) for chunk in chunks]
+    for stay in _lifetimes(program, device, recompute):
+        if stay.start <= position <= stay.end:
+            own = sizes[stay.chunk][stay.saves]
+            phases = [True, position >= stay.backward, *(position > before for before in stay.part_starts)]
+            amount = sum(sum(size) for size, is_on in zip(own, phases, strict=False) if is_on)
+            yield InFlightBytes(stay.micro_batch, stay.chunk, stay.share * amount)
+
+
+class TermBytes(NamedTuple):
+    """Bytes of activations, of stage inputs and of pending gradients."""
+
+    activations: float
+    inputs: float = 0.0
+    pending: float = 0.0
+
+
+class MicroBatchBytes(NamedTuple):
+    """Of a whole micro-batch on a chunk: what it holds from its F on; what its B adds as it begins; and,
+    where the backward is in two parts, what the first adds then, and at its end."""
+
+    forward: TermBytes
+    backward: TermBytes
+    first_part: TermBytes = TermBytes(0.0)
+    behind_first_part: TermBytes = TermBytes(0.0)
+
+
+class _Lifetime(NamedTuple):
+    """A micro-batch on a chunk: the positions in the list of its F, its B and what ends it."""
+
+    micro_batch: int
+    chunk: int
+    share: float
+    start: int
+    backward: int
+    end: int
+    saves: bool
+    """Whether it saves all in forward."""
+
+    @property
+    def part_starts(self) -> tuple[int, ...]:
+        """The last positions before the third and the fourth of `MicroBatchBytes` are there."""
+        return (self.backward - 1, self.backward) if self.end > self.backward else ()
+
+
+def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]:
+    """In the order of the forwards."""
+    where = {action: position for position, action in enumerate(program.actions[device])}
+    last = program.micro_batches - 1
+    stays = []
+    for (kind, m, chunk), start in where.items():
+        if kind == "F":
+            backward = where[Action("B", m, chunk)]
+            end = where.get(Action("W", m, chunk), backward)
+            saves = recompute == "never" or (recompute == "except_last" and m == last)
+            stays.append(_Lifetime(m, chunk, program.share(m), start, backward, end, saves))
+    return stays
+
+
+def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
+    """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
+    saved, besides = float(stage.saved + stage.saved_input), float(stage.besides)
+    if not program.splits_backward:
+        recomputing = MicroBatchBytes(TermBytes(besides, float(stage.input)), TermBytes(saved))
+        return recomputing, MicroBatchBytes(TermBytes(saved), TermBytes(0.0))
+    output = float(stage.output)
+    parts = TermBytes(0.0, 0.0, float(stage.pending)), TermBytes(-float(stage.released))
+    return (
+        MicroBatchBytes(TermBytes(output + besides, float(stage.input)), TermBytes(saved), *parts),
+        MicroBatchBytes(TermBytes(saved + output), TermBytes(0.0), *parts),
+    )
+
+
+def _over_time(
+    count: int, stays: Sequence[_Lifetime], sizes: Sequence[tuple[MicroBatchBytes, MicroBatchBytes]]
+) -> tuple[Floats, Floats, Floats]:
+    """(actions,) each: bytes of activations, stage inputs and pending gradients during every action.
+
+    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
+    """
+    changes = np.zeros((count + 1, len(sizes), 2, 4))  # by chunk, whether it saves, and as MicroBatchBytes
+    for stay in stays:
+        counts = changes[:, stay.chunk, int(stay.saves)]
+        starts = (stay.start, stay.backward, *(position + 1 for position in stay.part_starts))
+        for phase, start in enumerate(starts):
+            counts[start, phase] += stay.share
+            counts[stay.end + 1, phase] -= stay.share
+    totals = np.cumsum(changes, axis=0)[:-1]
+    activations, inputs, pending = np.moveaxis(np.array(sizes), -1, 0)
+    return tuple(np.tensordot(totals, table, axes=3) for table in (activations, inputs, pending))  # type: ignore[return-value]
+
+
+def _merge_chunks(chunks: Sequence[StageBytes]) -> StageBytes:
+    """All chunks of a device in one, as far as the terms of the weights read it."""
+    parts = [float(chunk.parameters if chunk.gathered is None else chunk.gathered) for chunk in chunks]
+    return replace(
+        chunks[0],
+        parameters=sum(float(chunk.parameters) for chunk in chunks),
+        trainable=sum(float(chunk.trainable) for chunk in chunks),
+        buffers=sum(float(chunk.buffers) for chunk in chunks),
+        gathered=max(parts),
+        copies=sum(float(chunk.copies) for chunk in chunks),
+        largest=max(float(chunk.largest) for chunk in chunks),
+    )
+
+
+def _versions(
+    program: Program,
+    chunks: Sequence[StageBytes],
+    training: Training,
+    versions: float | Sequence[float],
+    copies: int,
+) -> Amount:
+    """Weight versions besides the newest, and copies of the weights besides those of the pipes."""
+    each = [float(versions)] * len(chunks) if isinstance(versions, (int, float)) else list(versions)
+    if len(each) != len(chunks):
+        raise UsageError(
+            f"weight_versions: {len(each)} values for {len(chunks)} chunks",
+            "Give one value, or one for each chunk.",
+        )
+    older = sum(training.versions(chunk, own) for chunk, own in zip(chunks, each, strict=True))
+    pipes = len(program.pipes)
+    return older + _merge_chunks(chunks).parameters / pipes * max(copies - pipes, 0)
+
+
+def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahead: bool) -> float:
+    """The largest tensor that comes from the device before, and the largest that goes to the one after; with
+    a backward in two parts PyTorch's buffers (see above), those of every chunk and micro-batch."""
+    if program.splits_backward:
+        shares = sum(program.share(micro_batch) for micro_batch in range(program.micro_batches))
+        return shares * sum(float(2 * chunk.received + chunk.sent) for chunk in chunks)
+    if ahead:
+        return sum(float(chunk.received + chunk.sent) for chunk in chunks)
+    received, sent = [0.0], [0.0]
+    for pipe in program.pipes:
+        for before, after in pairwise(pipe):
+            if before.device != after.device == device:
+                received.append(float(chunks[after.chunk].received))
+            if after.device != before.device == device:
+                sent.append(float(chunks[before.chunk].sent))
+    return max(received) + max(sent)
+
+
+def round_ledger(terms: Mapping[str, float]) -> dict[str, int]:
+    """A ledger's terms in whole bytes, each less than a byte off. Their sum is that of the terms, rounded
+    up: the least whole memory that they fit into."""
+    whole = {name: floor(amount) for name, amount in terms.items()}
+    lacking = ceil(sum(terms.values())) - sum(whole.values())
+    for name in sorted(terms, key=lambda name: whole[name] - terms[name])[:lacking]:
+        whole[name] += 1
+    return whole
+
+
+def _check(program: Program, device: int, chunks: Sequence[StageBytes], recompute: str) -> None:
+    if not 0 <= device < program.devices:
+        raise UsageError(
+            f"device {device}: the program has devices 0 to {program.devices - 1}", "Name one of them."
+        )
+    own = {place.chunk for pipe in program.pipes for place in pipe if place.device == device}
+    if len(chunks) != len(own):
+        raise UsageError(
+            f"chunk_bytes: {len(chunks)} for {len(own)} chunks of device {device}",
+            "Give the bytes of each chunk, in order.",
+        )
+    if recompute not in RECOMPUTES:
+        raise UsageError(f"recompute {recompute!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
+
+
+_WORD = re.compile(r"first_([1-9]\d{0,6})")
+
+
+def first_layers_word(count: int) -> str:
+    """The word for a stage that runs so many of its first layers again.
+
+    >>> first_layers_word(3)
+    'first_3'
+    """
+    return f"first_{count}"
+
+
+def count_first_layers(word: str) -> int | None:
+    """How many of its first layers a stage of such a word runs again; None of every other word.
+
+    >>> count_first_layers("first_3"), count_first_layers("always")
+    (3, None)
+    """
+    match = _WORD.fullmatch(word)
+    return None if match is None else int(match[1])
+
+
+def whole_word(word: str) -> str:
+    """The word as the ledger takes it, for which a stage of `recompute_first` recomputes always, and so does
+    one of `offload_saved`.
+
+    >>> whole_word("first_3"), whole_word("never"), whole_word("offload")
+    ('always', 'never', 'always')
+    """
+    return word if count_first_layers(word) is None and word != OFFLOAD else "always"
+
+
+def repeat_word(word: str) -> str:
+    """The word as the seconds take it: what is run again, of some layers or of all; what comes back from the
+    host is not.
+
+    >>> repeat_word("first_3"), repeat_word("offload")
+    ('always', 'never')
+    """
+    return "never" if word == OFFLOAD else whole_word(word)
+
+
+def recompute_kind(word: str) -> str:
+    """The word without its number of layers, as runtimes know it.
+
+    >>> recompute_kind("first_3"), recompute_kind("always")
+    ('first_layers', 'always')
+    """
+    return word if count_first_layers(word) is None else "first_layers"
+
+
+def recompute_kinds(words: Sequence[str]) -> set[str]:
+    """The kinds of several words.
+
+    >>> sorted(recompute_kinds(["first_3", "never", "first_1"]))
+    ['first_layers', 'never']
+    """
+    return {recompute_kind(word) for word in words}
+
+
+def recompute_first(stage: StageBytes, first: StageBytes, rest: StageBytes) -> StageBytes:
+    """The bytes of a stage that runs its `first` layers again and keeps what the `rest` saves, as those of a
+    stage that recomputes always.
+
+    In flight it holds its input and what the rest saves. The micro-batch at work needs the workspace of the
+    rest on top of that, or, when the rest is done, what the first layers save and their workspace in place of
+    what the rest saved: the larger of both.
+    """
+    again, besides = first.saved + first.saved_input, rest.saved + rest.saved_input
+    more = np.maximum(again - besides, 0.0)
+    most = np.maximum(rest.workspace, again - besides + first.workspace)
+    return replace(
+        stage,
+        saved=more - first.saved_input,
+        saved_input=first.saved_input,
+        besides=besides,
+        workspace=most - more,
+    )

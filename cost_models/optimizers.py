@@ -15,6 +15,10 @@ StepKernels = Literal["fused", "foreach", "for-loop"]
 all parameters at once (its default on a GPU); or parameter by parameter (its default on a CPU)."""
 
 
+ZERO_STAGES = (0, 1, 2, 3)
+"""Of ZeRO: what the replicas of a stage spread over them, see `memory.Training`."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bytes of a parameter: `weight` as the profiled passes use it, `gradient`, and `master`, the copy that

@@ -17,9 +17,6 @@ from .errors import UsageError
 from .optimizers import Optimizer, Precision, StepKernels
 from .runtime import find_runtime
 
-ZERO_STAGES = (0, 1, 2, 3)
-"""Of ZeRO: what the replicas of a stage spread over them, see `training`."""
-
 PRECISIONS = ("fp32", "mixed", "bf16")
 """The words of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")

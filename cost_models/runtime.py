@@ -342,7 +342,7 @@ def other_layers_warning(runtime: str | None, profiled_device: str) -> str | Non
     """
     if runtime is None or not profiled_device or not find_runtime(runtime).own_layers:
         return None
-    from .hardware import UNKNOWN_DEVICE  # which loads numpy; the help of verbs does not
+    from .topology import UNKNOWN_DEVICE
 
     if profiled_device == UNKNOWN_DEVICE:
         subject = "the imported seconds and bytes may not be those"

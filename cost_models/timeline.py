@@ -1,4 +1,4 @@
-"""The simulator: lists of actions and their costs -> start and end of every action.
+"""A simulated step: its spans, where the time of each stage goes, what it holds, and its steady state.
 
 A device runs its actions in the order of its list, one at a time. A forward needs the activation of the
 place before, a backward the gradient of the place after, each sent when it is made. What a transfer takes,
@@ -11,20 +11,297 @@ the dependencies. Where several share one, it serves whoever is ready first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from .collectives import ends_after_sums
 from .errors import UsageError
-from .schedules import Action, cached_program
-from .schedules.action import Program, linear_program
-from .simulator.action_costs import ActionCosts, has_static_link_order, lower_costs
-from .simulator.costs import Array, Costs
-from .simulator.dependencies import resolve_order
-from .simulator.engine import Engine, Run, run, run_many
-from .simulator.pipeline_costs import PipelineCosts, uniform_costs
-from .simulator.reductions import Reduction, reductions
-from .simulator.result import PeakMemory, Span, StageTime, Timeline, Transfer
-from .tied_weights import ends_after_sums
+from .program import Action, Program, linear_program
+from .program_order import NONE, Indices, Order, resolve_order
+from .quantities import format_count, format_seconds, percent
+from .schedules import cached_program
+from .simulator import Engine, Reduction, Run, reductions, run, run_many
+from .step_costs import (
+    ActionCosts,
+    Array,
+    Costs,
+    PipelineCosts,
+    has_static_link_order,
+    lower_costs,
+)
+
+
+class Span(NamedTuple):
+    """When an action ran on its stage, seconds from the start of the step."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """The result of an action on its way from a stage to another: made at `ready`, on its link from `start`,
+    there at `end`. Seconds."""
+
+    stage: int
+    to_stage: int
+    action: Action
+    ready: float
+    start: float
+    end: float
+
+
+class StageTime(NamedTuple):
+    """Seconds of the step on one stage, by cause. They sum to the step.
+
+    - `transfer`: idle between two actions while the input of the second is under way, or while a blocking
+      send lasts.
+    - `imbalance`: idle because the busiest stage computes longer, at most the difference of their compute.
+    - `warm_up_cool_down`: the rest of the idle time, which equal stages would have, too.
+    - `update`: all-reduce and optimizer after the last action.
+    """
+
+    compute: float
+    transfer: float
+    warm_up_cool_down: float
+    imbalance: float
+    update: float
+
+
+class PeakMemory(NamedTuple):
+    """The first moment at which a stage holds most, and the forwards whose activations are alive then."""
+
+    second: float
+    bytes: float
+    alive: tuple[Action, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    """A simulated step. `stage_end` includes all-reduce and optimizer."""
+
+    order: Order
+    costs: Costs
+    run: Run
+    reductions: tuple[Reduction, ...]
+    stage_end: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        stages = format_count(self.stages, "stage")
+        micro_batches = format_count(self.program.micro_batches, "micro-batch")
+        step, bubble = format_seconds(self.step_seconds), percent(self.bubble)
+        return f"<{type(self).__name__}: {stages}, {micro_batches}, {step} a step, bubble {bubble}>"
+
+    @property
+    def program(self) -> Program:
+        """What was run."""
+        return self.order.program
+
+    @property
+    def stages(self) -> int:
+        """Devices of the pipeline."""
+        return self.program.devices
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """All actions in order of start."""
+        columns = (
+            self.order.device.tolist(),
+            self.order.actions,
+            self.run.start.tolist(),
+            self.run.end.tolist(),
+        )
+        spans = (Span(*values) for values in zip(*columns, strict=True))
+        return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
+
+    @cached_property
+    def spans_by_stage(self) -> list[list[Span]]:
+        """The actions of every stage in order of start."""
+        rows: list[list[Span]] = [[] for _ in range(self.stages)]
+        for span in self.spans:
+            rows[span.stage].append(span)
+        return rows
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers between stages in order of start."""
+        order, run, sends = self.order, self.run, self.order.sends
+        columns = (order.device[sends], order.device[order.target[sends]])
+        times = (run.end[sends], run.begin[sends], run.arrival[sends])
+        actions = [order.actions[i] for i in sends.tolist()]
+        rows = zip(*(c.tolist() for c in columns), actions, *(t.tolist() for t in times), strict=True)
+        return tuple(sorted((Transfer(*row) for row in rows), key=lambda t: (t.start, t.stage)))
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """From the first start to the last end; as long as the most loaded port is taken, at the least."""
+        return max(*self.stage_end, self.costs.port_seconds)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Computing seconds of each stage."""
+        seconds = self.run.end - self.run.start
+        return tuple(np.bincount(self.order.device, weights=seconds, minlength=self.stages).tolist())
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all stages over the whole step."""
+        return 1 - sum(self.busy_seconds) / (self.stages * self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def bubble_rate_span(self) -> float:
+        """Idle share over the longest stage span (last end - first start of one stage), as in "Zero Bubble
+        Pipeline Parallelism", ICLR 2024, table 5: (span - busy) / span of that stage."""
+        spans = self._spans(np.asarray(self.run.end)[[own[-1] if len(own) else 0 for own in self._own]])
+        longest = max(spans)
+        return 1 - self.busy_seconds[spans.index(longest)] / longest if longest else 0.0
+
+    @property
+    def longest_span_seconds(self) -> float:
+        """Longest time from the first action of a stage to the end of its update.
+
+        Steps of a synchronous schedule follow one another at this pace if no stage waits for another before
+        it updates its weights.
+        """
+        return max(self._spans(self.stage_end))
+
+    def _spans(self, ends: Sequence[float] | Array) -> list[float]:
+        """Seconds from the first action of each stage to its end; 0 for stages without actions."""
+        return [
+            float(end - self.run.start[own[0]]) if len(own) else 0.0
+            for end, own in zip(ends, self._own, strict=True)
+        ]
+
+    @cached_property
+    def _own(self) -> list[Indices]:
+        """The actions of each stage, positions in the order of the clock."""
+        by_device = np.argsort(self.order.device, kind="stable")
+        counts = np.bincount(self.order.device, minlength=self.stages)
+        return np.split(by_device, np.cumsum(counts)[:-1])
+
+    @cached_property
+    def stage_times(self) -> tuple[StageTime, ...]:
+        """Where the time of each stage goes."""
+        return tuple(self._stage_time(stage) for stage in range(self.stages))
+
+    def _stage_time(self, stage: int) -> StageTime:
+        own, busy, step = self._own[stage], self.busy_seconds[stage], self.step_seconds
+        if not len(own):
+            return StageTime(0.0, 0.0, step - max(self.busy_seconds), max(self.busy_seconds), 0.0)
+        first, last = float(self.run.start[own[0]]), float(self.run.end[own[-1]])
+        idle = float((self.run.start[own[1:]] - self.run.end[own[:-1]]).sum())
+        waited = min(self._transfer_wait(own), idle)
+        sent = max(float(self.run.free[stage]), last)
+        update = self._update(stage, sent)
+        drain = max(step - sent - update, 0.0)
+        waiting = first + idle - waited + drain
+        imbalance = min(waiting, max(self.busy_seconds) - busy)
+        return StageTime(busy, waited + sent - last, waiting - imbalance, imbalance, update)
+
+    def _transfer_wait(self, own: Indices) -> float:
+        """Seconds between actions while a transfer for the next, or a blocking one of the last, goes on."""
+        run, before, after = self.run, own[:-1], own[1:]
+        gap_start, gap_end = run.end[before], run.start[after]
+        source = self.order.source[after]
+        receives = source != NONE
+        ready = np.where(receives, run.end[source], np.inf)
+        came = np.minimum(np.where(receives, run.arrival[source], -np.inf), gap_end)
+        receiving: Array = np.maximum(came - np.maximum(ready, gap_start), 0.0)
+        if self.costs.transfers not in ("rendezvous", "blocking"):
+            return float(receiving.sum())
+        sends = self.order.target[before] != NONE
+        departure = np.where(sends, run.arrival[before], gap_start)
+        both = np.maximum(np.minimum(departure, came) - np.maximum(ready, gap_start), 0.0)
+        return float((receiving + (departure - gap_start) - both).sum())
+
+    def _update(self, stage: int, since: float) -> float:
+        """All-reduce and optimizer seconds after the last action."""
+        reduced = [r for r in self.reductions if stage in r.stages]
+        seconds = sum(max(r.end - max(r.start, since), 0.0) for r in reduced)
+        computed = max([since, *(r.end for r in reduced)])
+        return seconds + (self.stage_end[stage] - computed)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[float, ...]:
+        """Most micro-batches that each stage holds at a time, from the start of F to the end of its W, or of
+        its B where it has no W. A chunk that is 1/v of its stage counts 1/v."""
+        peaks = (max(self.program.in_flight(stage), default=0.0) for stage in range(self.stages))
+        return tuple(int(peak) if peak == int(peak) else peak for peak in peaks)
+
+    def memory_over_time(
+        self,
+        stage: int,
+        resident_bytes: float,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None = None,
+    ) -> list[tuple[float, float]]:
+        """(second, bytes from then on) of a stage that keeps `resident_bytes`, and for every micro-batch in
+        flight `bytes_in_flight`: of the whole stage, or one value a chunk. `first_part`: by chunk, what a B
+        that a W follows adds as it begins, and as it ends. Where one ends as another starts, the end comes
+        first."""
+        level, points = float(resident_bytes), [(0.0, float(resident_bytes))]
+        for second, change, *_ in self._changes(stage, bytes_in_flight, first_part):
+            level += change
+            points.append((second, level))
+        return points
+
+    def peak_memory(
+        self,
+        stage: int,
+        resident_bytes: float,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None = None,
+    ) -> PeakMemory:
+        """When a stage first holds most, and what is alive then. Arguments as of `memory_over_time`."""
+        level, alive = float(resident_bytes), dict[tuple[int, int], Action]()
+        peak = PeakMemory(0.0, level, ())
+        for second, change, action, ends in self._changes(stage, bytes_in_flight, first_part):
+            level += change
+            if action.kind == "F":
+                alive[action.micro_batch, action.chunk] = action
+            elif ends:
+                del alive[action.micro_batch, action.chunk]
+            if level > peak.bytes:
+                peak = PeakMemory(second, level, tuple(alive.values()))
+        return peak
+
+    def _changes(
+        self,
+        stage: int,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None,
+    ) -> list[tuple[float, float, Action, bool]]:
+        """(second, change of bytes, action, whether the micro-batch's stay ends) on a stage."""
+        sizes = self._bytes_by_chunk(bytes_in_flight)
+        parts = first_part or [(0.0, 0.0)] * len(sizes)
+        changes = []
+        for i in self._own[stage].tolist():
+            action, share = self.order.actions[i], self.program.share(self.order.actions[i].micro_batch)
+            start, end = float(self.run.start[i]), float(self.run.end[i])
+            if action.kind == "F":
+                changes.append((start, sizes[action.chunk] * share, action, False))
+            elif self.order.finishing[i]:
+                amount = sizes[action.chunk] + (sum(parts[action.chunk]) if action.kind == "W" else 0.0)
+                changes.append((end, -amount * share, action, True))
+            elif first_part is not None:
+                begins, ends = parts[action.chunk]
+                changes += [(start, begins * share, action, False), (end, ends * share, action, False)]
+        return changes
+
+    def _bytes_by_chunk(self, bytes_in_flight: float | Sequence[float]) -> list[float]:
+        chunks = self.program.chunks
+        if isinstance(bytes_in_flight, (int, float)):
+            return [bytes_in_flight / self.program.parts] * chunks
+        if len(bytes_in_flight) != chunks:
+            raise UsageError(
+                f"bytes_in_flight: {len(bytes_in_flight)} values for {chunks} chunks",
+                "Give one for each chunk, or one value for the whole stage.",
+            )
+        return list(bytes_in_flight)
 
 
 def simulate(
@@ -142,16 +419,79 @@ def _ends_alone(values: ActionCosts) -> bool:
     return costs.all_reduce is None or (alone and costs.transfers == "overlapped")
 
 
-__all__ = [
-    "PeakMemory",
-    "PipelineCosts",
-    "Span",
-    "StageTime",
-    "Timeline",
-    "Transfer",
-    "device_ends",
-    "runs_side_by_side",
-    "simulate",
-    "step_seconds",
-    "uniform_costs",
-]
+SAME = 1e-9
+"""Times count as equal within this share of the last one: sums of many floats differ by more than one bit."""
+PERIODS = 3
+"""Periods that must repeat before one is believed."""
+
+
+class SteadyState(NamedTuple):
+    """`seconds_per_micro_batch`, from the `period` after which everything repeats, in micro-batches. Where
+    none was found among those simulated (`exact` is False), the mean over the later half of them."""
+
+    seconds_per_micro_batch: float
+    period: int
+    exact: bool
+
+
+def steady_state(program: Program, costs: Costs) -> SteadyState:
+    """The steady state of an asynchronous program with these costs (one candidate).
+
+    All-reduces go on beside the computing, so that the slower of the two sets the pace (PipeDream, SOSP 2019,
+    section 3.1); so do launches, and a host that is slower by little falls behind after many micro-batches
+    only. Raises UsageError for a program that flushes, or of too few micro-batches.
+    """
+    if program.update_every is None:
+        raise UsageError(
+            "the program updates once, at its end: it has no steady state", "Take an asynchronous schedule."
+        )
+    order = resolve_order(program)
+    values = lower_costs(order, costs)
+    completed = _completion_times(order, run(values, "auto").end)
+    late = completed[len(completed) // 2 :]
+    if len(late) < 2:
+        raise UsageError(
+            f"{program.micro_batches} micro-batches: too few for a steady state on {program.devices} stages",
+            f"Use {8 * program.devices} or more.",
+        )
+    period = _period(late)
+    count = period or len(late) - 1
+    seconds = float(late[-1] - late[-1 - count]) / count
+    launches = 0.0 if values.launches is None else float(values.launches.end.max())
+    least = max(_reduction_seconds(order, costs), max(costs.port_seconds, launches) / program.micro_batches)
+    return SteadyState(max(seconds, least), count, period is not None)
+
+
+def _completion_times(order: Order, end: Array) -> Array:
+    """When micro-batches were done on all places, in that order, but for those of the drain: from the first
+    on whose last action any device runs after its last forward."""
+    program = order.program
+    done = np.zeros(program.micro_batches)
+    np.maximum.at(done, order.micro_batch, end)
+    drains = np.zeros(program.micro_batches, dtype=np.bool_)
+    for own in program.actions:
+        forwards = [index for index, action in enumerate(own) if action.kind == "F"]
+        drains[[action.micro_batch for action in own[forwards[-1] + 1 if forwards else 0 :]]] = True
+    limit = float(done[drains].min(initial=np.inf))
+    return np.sort(done[~drains & (done <= limit)])
+
+
+def _period(times: Array) -> int | None:
+    """After how many entries they advance by the same amount again and again, if they do."""
+    tolerance = SAME * float(times[-1])
+    for period in range(1, (len(times) - 1) // PERIODS + 1):
+        advance = times[period:] - times[:-period]
+        if np.ptp(advance) <= tolerance:
+            return period
+    return None
+
+
+def _reduction_seconds(order: Order, costs: Costs) -> float:
+    """Seconds of all-reduce for a micro-batch on the device that has most."""
+    program = order.program
+    if costs.all_reduce is None or program.update_every is None:
+        return 0.0
+    seconds = np.broadcast_to(costs.all_reduce, (program.devices, program.chunks))
+    done = np.zeros_like(seconds)
+    np.add.at(done, (order.device[order.finishing], order.chunk[order.finishing]), 1.0)
+    return float((seconds * done).sum(axis=1).max()) / program.update_every / program.micro_batches

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import recompute_kinds
+from ..cost_models.memory import recompute_kinds
 from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime

@@ -10,21 +10,35 @@ from math import inf
 
 import numpy as np
 
-from ..cost_models.collectives import all_reduce_seconds
-from ..cost_models.communication import exposed_all_reduce_seconds
-from ..cost_models.device_memory import device_ledger
+from ..cost_models.collectives import (
+    AllReduceBytes,
+    Hop,
+    PortSharing,
+    TiedSum,
+    TopologyPorts,
+    all_reduce_seconds,
+    exposed_all_reduce_seconds,
+    reduction_seconds,
+    tied_sums,
+)
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import count_first_layers, repeat_word, whole_word
 from ..cost_models.layer import Chain
-from ..cost_models.memory import LedgerOptions, Training
+from ..cost_models.memory import (
+    LedgerOptions,
+    StageBytes,
+    Training,
+    count_first_layers,
+    device_ledger,
+    offload_saved,
+    receive_ahead,
+    repeat_word,
+    whole_word,
+)
 from ..cost_models.optimizers import Precision
-from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
+from ..cost_models.program import Program, Schedule, StageSlot
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.schedules import Program, Schedule, StageSlot
-from ..cost_models.simulator.costs import Costs, Hosts, find_transfers, recompute_shares
-from ..cost_models.stage_bytes import StageBytes, offload_saved, receive_ahead
-from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
+from ..cost_models.step_costs import Costs, Hosts, find_transfers, recompute_shares
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
     ReplicaExchange,

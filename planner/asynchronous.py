@@ -17,8 +17,8 @@ import numpy as np
 from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_count
-from ..cost_models.schedules import find_schedule, xpipe
-from ..cost_models.simulator.steady import steady_state
+from ..cost_models.schedules import find_schedule, xpipe_staleness
+from ..cost_models.timeline import steady_state
 from .assembly import Assembly
 from .candidate import PipelineConfig, Proposal, ScoredPlan
 from .scoring import assemble
@@ -96,7 +96,7 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
 def _updates_late(config: PipelineConfig, stage: int, stages: int) -> int:
     """Updates that a gradient of the stage misses, in the steady state."""
     if config.schedule == XPIPE:
-        return xpipe.staleness(stage, stages, (stages + 1) * config.micro_batches, config.micro_batches)
+        return xpipe_staleness(stage, stages, (stages + 1) * config.micro_batches, config.micro_batches)
     return find_schedule(config.schedule).staleness(stage, stages, max(config.micro_batches, stages))
 
 

@@ -23,8 +23,8 @@ from math import comb, inf
 import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.hardware import Group
 from ..cost_models.quantities import format_count
+from ..cost_models.topology import Group
 from .candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan, Shape, near_shapes
 from .joint_search import find_best_plan
 from .problem import Problem

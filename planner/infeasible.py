@@ -13,9 +13,8 @@ from math import ceil, inf
 from typing import Any
 
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.quantities import format_bytes
+from ..cost_models.quantities import either, format_bytes
 from ..cost_models.runtime import OFFLOAD
 from .joint_search import BEST, plan_with
 from .plan_options import PlanOptions

@@ -7,17 +7,15 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Literal
 
-from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
 from ..cost_models.errors import DefectError
-from ..cost_models.first_layers import repeat_word
-from ..cost_models.machines.catalogue import is_gpu
-from ..cost_models.machines.topology_options import UNNAMED
-from ..cost_models.machines.topology_text import to_toml
+from ..cost_models.machines import is_gpu
+from ..cost_models.memory import repeat_word, round_ledger
 from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.timeline import simulate
 from ..cost_models.topology import Topology
+from ..cost_models.topology_file import UNNAMED, to_toml
 from .assembly import Assembly
 from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
 from .candidate import ScoredPlan

@@ -8,6 +8,7 @@ from warnings import warn
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ..cost_models.arguments import list_declarations
 from ..cost_models.document import (
     Bytes,
     DeviceCount,
@@ -28,15 +29,19 @@ from ..cost_models.document import (
     ZeroStage,
 )
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import count_first_layers
-from ..cost_models.memory import RECOMPUTES
-from ..cost_models.number_format import html_table, ranges
-from ..cost_models.option_fields import list_declarations
+from ..cost_models.memory import RECOMPUTES, count_first_layers
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
-from ..cost_models.quantities import MOST_DEVICES, format_bytes, format_count, format_seconds
+from ..cost_models.quantities import (
+    MOST_DEVICES,
+    format_bytes,
+    format_count,
+    format_seconds,
+    html_table,
+    ranges,
+)
 from ..cost_models.runtime import OFFLOAD, RUNTIMES
+from ..cost_models.schedule_text import SUFFIX, register_order
 from ..cost_models.schedules import PUBLISHED, SCHEDULES
-from ..cost_models.schedules.registration import SUFFIX, register_order
 from .plan_options import PlanOptions
 
 if TYPE_CHECKING:
@@ -495,7 +500,7 @@ def _register_order(content: dict[str, Any]) -> None:
         return  # the fields' own checks say it
     if not isinstance(stages, list) or not all(isinstance(line, str) for line in lines):
         return
-    from ..cost_models.schedules.schedule_text import read_schedule  # most plans have a published schedule
+    from ..cost_models.schedule_text import read_schedule
 
     try:
         text = read_schedule("\n".join(lines))

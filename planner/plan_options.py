@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
+from ..cost_models.arguments import (
+    Options,
+    option,
+    read_choice,
+    read_number_or_auto,
+    read_sizes,
+    read_slow_devices,
+)
 from ..cost_models.errors import UsageError
-from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_choice, read_number_or_auto, read_sizes, read_slow_devices
-from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
+from ..cost_models.optimizers import OPTIMIZERS, ZERO_STAGES
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, check_word
 from ..cost_models.quantities import (
     MOST_DEVICES,
     MOST_MINI_BATCH,
@@ -23,8 +29,8 @@ from ..cost_models.quantities import (
     parse_time,
 )
 from ..cost_models.runtime import OFFLOAD, RUNTIMES, find_runtime
+from ..cost_models.schedule_text import optional_schedule, schedule_word
 from ..cost_models.schedules import SCHEDULES
-from ..cost_models.schedules.registration import optional_schedule, schedule_word
 from .candidate import (
     ANY_SCHEDULE,
     LIMITED_RECOMPUTE,

@@ -12,22 +12,27 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cost_models.device_memory import micro_batch_bytes, round_ledger
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import repeat_word, whole_word
 from ..cost_models.layer import Chain, align_profiles, list_cut_points, parts_warning
-from ..cost_models.machines.rooflines import memory_bandwidth
-from ..cost_models.machines.topology_file import TopologyFile, parse_topology
-from ..cost_models.memory import Recompute
-from ..cost_models.number_format import compare_steps, percent, three_digits
+from ..cost_models.machines import memory_bandwidth
+from ..cost_models.memory import Recompute, micro_batch_bytes, repeat_word, round_ledger, whole_word
 from ..cost_models.optimizers import find_optimizer
-from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
+from ..cost_models.program import Program, Schedule, StageSlot
+from ..cost_models.quantities import (
+    compare_steps,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    percent,
+    three_digits,
+)
 from ..cost_models.runtime import find_runtime
-from ..cost_models.schedules import Program, Schedule, StageSlot, find_schedule
-from ..cost_models.simulator.costs import Costs
-from ..cost_models.simulator.steady import SteadyState, steady_state
-from ..cost_models.timeline import Timeline, simulate, step_seconds
+from ..cost_models.schedules import find_schedule
+from ..cost_models.step_costs import Costs
+from ..cost_models.timeline import SteadyState, Timeline, simulate, steady_state, step_seconds
 from ..cost_models.topology import Topology
+from ..cost_models.topology_file import TopologyFile, parse_topology
 from .assembly import Assembly
 from .balance import balance
 from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, abbreviate

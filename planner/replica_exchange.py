@@ -25,11 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost_models.collectives import all_gather_seconds, reduce_scatter_seconds
+from ..cost_models.collectives import AllReduceBytes, TiedSum, all_gather_seconds, reduce_scatter_seconds
 from ..cost_models.layer import LayerCosts
 from ..cost_models.optimizers import Precision
-from ..cost_models.port_sharing import AllReduceBytes
-from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
 from .stage_table import Floats, Indices, StageTable, part_seconds
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.schedules import PUBLISHED, Program, cached_program, find_schedule
+from ..cost_models.program import Program
+from ..cost_models.schedules import PUBLISHED, cached_program, find_schedule
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import SEARCHED, Proposal, ScoredPlan
@@ -186,7 +187,7 @@ def write_order(proposal: Proposal) -> list[str] | None:
     name = proposal.config.schedule
     if name in PUBLISHED:
         return None
-    from ..cost_models.schedules.schedule_text import write_program  # of few plans
+    from ..cost_models.schedule_text import write_program
 
     return write_program(name, make_program(proposal), find_schedule(name).source).splitlines()
 

@@ -15,8 +15,7 @@ from itertools import takewhile
 from math import inf
 
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.number_format import either
-from ..cost_models.quantities import format_seconds
+from ..cost_models.quantities import either, format_seconds
 from .build_plan import build_plan
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits

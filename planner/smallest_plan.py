@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import first_layers_word
-from ..cost_models.memory import FRAGMENTATION_RESERVE, LedgerOptions, Moment, Recompute
+from ..cost_models.memory import FRAGMENTATION_RESERVE, LedgerOptions, Moment, Recompute, first_layers_word
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig, Proposal

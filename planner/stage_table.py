@@ -17,17 +17,23 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..cost_models.device_memory import round_ledger
-from ..cost_models.first_layers import count_first_layers, recompute_first, whole_word
-from ..cost_models.hardware import Device
-from ..cost_models.layer import Chain, LayerCosts, list_cut_points
-from ..cost_models.machines.catalogue import device_context
-from ..cost_models.memory import LedgerOptions, ledger, total
+from ..cost_models.layer import Chain, LayerCosts, buffer_copy_bytes, copy_bytes, list_cut_points
+from ..cost_models.machines import device_context
+from ..cost_models.memory import (
+    LedgerOptions,
+    StageBytes,
+    count_first_layers,
+    ledger,
+    recompute_first,
+    round_ledger,
+    stage_bytes,
+    total,
+    whole_word,
+)
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.stage_bytes import StageBytes, stage_bytes
-from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
+from ..cost_models.topology import Device
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

@@ -47,11 +47,10 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
-from ..cost_models.memory import Training, total, with_reserve
+from ..cost_models.memory import Amount, StageBytes, Training, total, with_reserve
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
-from ..cost_models.stage_bytes import Amount, StageBytes
+from ..cost_models.topology import Device
 from .candidate import UNPROPOSED, PipelineConfig
 from .plan_file import TIE
 from .problem import Problem

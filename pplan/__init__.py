@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .api.solve import frontier, solve
     from .api.sweep import sweep
     from .api.verify import verify
-    from .cost_models.schedules.registration import register_schedule
+    from .cost_models.schedule_text import register_schedule
     from .planner.plan_file import Plan
     from .profiler.profile_file import Profile
 

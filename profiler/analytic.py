@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.catalogue import match_device
-from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline, load_roofline
+from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, load_roofline, match_device
 from .build_profile import build_profile
 from .chain.layers import Layer
 from .counting_operations import LayerOperations, Operation, count_operations

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..cost_models.errors import MachineError, UsageError
-from ..cost_models.machines.catalogue import device_preset
-from ..cost_models.machines.rooflines import ROOFLINES
+from ..cost_models.machines import ROOFLINES, device_preset
 from ..cost_models.transformer.block_kernels import block_work, embedding_work, head_work
 from ..cost_models.transformer.kernel_table import (
     AttentionKernel,

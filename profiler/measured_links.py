@@ -7,12 +7,11 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
-from ..cost_models.communication import all_reduce_seconds
+from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
-from ..cost_models.hardware import Device, Link
-from ..cost_models.machines.catalogue import match_device
+from ..cost_models.machines import match_device
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
-from ..cost_models.topology import Topology, two_level_topology
+from ..cost_models.topology import Device, Link, Topology, two_level_topology
 from .link_fit import LinkFit, fit_link
 
 LevelName = Literal["inside", "between"]

@@ -9,11 +9,9 @@ from pydantic import Field, model_validator
 
 from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, JsonObject, MadeBy, Samples, Seed
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain
-from ..cost_models.number_format import either, html_table
-from ..cost_models.quantities import MOST_LAYERS, format_count
+from ..cost_models.layer import Chain, SharedBuffer, TiedWeight
+from ..cost_models.quantities import MOST_LAYERS, either, format_count, html_table
 from ..cost_models.text_files import sha256
-from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord
 from .profile_records import (
     SHORTEST_PASS,

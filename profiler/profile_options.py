@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Options, option, read_module_styles, read_sizes, settings_option
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.option_readers import read_module_styles, read_sizes
 from ..cost_models.quantities import parse_bytes, parse_time
 
 if TYPE_CHECKING:

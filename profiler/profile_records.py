@@ -18,8 +18,8 @@ from ..cost_models.document import (
     Samples,
     Seconds,
 )
+from ..cost_models.memory import workspace_before_loss
 from ..cost_models.quantities import MOST_LAYERS
-from ..cost_models.stage_bytes import workspace_before_loss
 
 SHORTEST_PASS = 1e-12
 """Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""

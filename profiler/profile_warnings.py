@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..cost_models.machines.catalogue import is_gpu, same_device
-from ..cost_models.machines.topology_options import UNNAMED, ProfiledDevice, gpus_as_profiled
+from ..cost_models.machines import is_gpu, same_device
 from ..cost_models.runtime import other_layers_warning
 from ..cost_models.topology import Topology
+from ..cost_models.topology_file import UNNAMED, ProfiledDevice, gpus_as_profiled
 from .profile_file import Profile
 from .profile_records import WholeMeasurement
 

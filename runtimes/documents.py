@@ -27,11 +27,12 @@ from ..cost_models.document import (
     StepSeconds,
 )
 from ..cost_models.errors import ExportError, FileError, MachineError, UsageError
-from ..cost_models.first_layers import count_first_layers
+from ..cost_models.memory import count_first_layers
+from ..cost_models.program import Program
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import OFFLOAD, find_runtime
-from ..cost_models.schedules import PUBLISHED, Program
-from ..cost_models.schedules.schedule_text import NAME
+from ..cost_models.schedule_text import NAME
+from ..cost_models.schedules import PUBLISHED
 from ..cost_models.text_files import sha256
 from ..planner.plan_file import Plan, ScheduleName
 from .torch_actions import are_bounds, build_program, read_actions

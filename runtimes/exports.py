@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, UsageError
-from ..cost_models.first_layers import recompute_kinds
+from ..cost_models.memory import recompute_kinds
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_warning
 from ..cost_models.transformer.pipeline_layout import stage_letters

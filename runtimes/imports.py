@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from ..cost_models.errors import UsageError, short_repr
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, TORCH_CLASSES
+from ..cost_models.schedule_text import read_schedule, register_order, write_program
 from ..cost_models.schedules import PUBLISHED
-from ..cost_models.schedules.registration import register_order
-from ..cost_models.schedules.schedule_text import read_schedule, write_program
 from ..cost_models.text_files import detect_kind
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..planner.plan_file import Recompute

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..cost_models.errors import ExportError, UsageError, short_repr
+from ..cost_models.program import Action, Program, StageSlot
 from ..cost_models.quantities import MOST_ACTIONS
 from ..cost_models.runtime import TORCH_CLASSES
-from ..cost_models.schedules import Action, Program, StageSlot, find_schedule
+from ..cost_models.schedules import find_schedule
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..cost_models.errors import ExportError
-from ..cost_models.first_layers import count_first_layers, first_layers_word
+from ..cost_models.memory import count_first_layers, first_layers_word
 from ..planner.plan_file import Plan
 
 _BLOCK = re.compile(r"(?P<list>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,18})(?:\.|$)")

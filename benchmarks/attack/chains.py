@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pplan.cost_models.layer import Chain
-from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.layer import Chain, TiedWeight
 
 Floats = npt.NDArray[np.float64]
 SIZES = ((1, 2, 4), (1, 4), (2,), (1, 2, 3), (2, 4, 8))

@@ -11,8 +11,9 @@ from typing import Literal
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import Recompute
+from pplan.cost_models.program import Program
 from pplan.cost_models.runtime import OFFLOAD
-from pplan.cost_models.schedules import Program, find_schedule
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
 from pplan.planner.asynchronous import ASYNCHRONOUS, assemble_endless, steady_seconds

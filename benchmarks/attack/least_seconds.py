@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pplan.cost_models.collectives import Routes
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.port_sharing import Routes
-from pplan.cost_models.schedules import Program
+from pplan.cost_models.program import Program
 from pplan.cost_models.topology import Device
 from pplan.planner.search.space import Space
 

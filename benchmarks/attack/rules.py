@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations, product
 
-from pplan.cost_models.first_layers import count_first_layers, first_layers_word
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import Recompute
+from pplan.cost_models.memory import Recompute, count_first_layers, first_layers_word
 from pplan.cost_models.runtime import OFFLOAD, Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology

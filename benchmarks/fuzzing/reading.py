@@ -24,10 +24,10 @@ from pplan.cli.verbs import root
 from pplan.cost_models import text_files
 from pplan.cost_models.document import Document
 from pplan.cost_models.errors import LONGEST, PplanError
-from pplan.cost_models.machines.rooflines import load_roofline
-from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.schedules.schedule_text import read_schedule
+from pplan.cost_models.machines import load_roofline
+from pplan.cost_models.schedule_text import read_schedule
 from pplan.cost_models.text_files import read_text
+from pplan.cost_models.topology_file import load_topology
 from pplan.cost_models.transformer.configuration import load_transformer_shape
 from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.planner.degrees.degree_file import DegreesFile

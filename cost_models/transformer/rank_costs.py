@@ -18,7 +18,7 @@ from ..collectives import (
     reduce_scatter_seconds,
     ring_step_seconds,
 )
-from ..machines.rooflines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
+from ..machines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
 from .kernel_table import (
     AttentionKernel,

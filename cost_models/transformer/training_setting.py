@@ -8,8 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from ..schedules import interleaved
-from ..schedules.one_f_one_b import in_flight
+from ..schedules import device_actions, one_f_one_b_in_flight
 from .layer_work import Tokens
 from .parallel_degrees import ParallelDegrees
 
@@ -109,9 +108,9 @@ def chunks_in_flight(
     (p - 1)/(p v) times the activations of a 1F1B pipeline's (Korthikanti et al., MLSys 2023, section 4.2.3).
     """
     if virtual_stages == 1:
-        return ((in_flight(device, stages, micro_batches),),)
+        return ((one_f_one_b_in_flight(device, stages, micro_batches),),)
     # After so many rounds the list of actions repeats itself.
-    actions = interleaved.device_actions(device, stages, min(micro_batches, 4 * stages), virtual_stages)
+    actions = device_actions(device, stages, min(micro_batches, 4 * stages), virtual_stages)
     counts = [0] * virtual_stages
     states: set[tuple[int, ...]] = set()
     for action, following in zip(actions, [*actions[1:], None], strict=True):

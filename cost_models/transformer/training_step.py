@@ -15,9 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from ..errors import UsageError
+from ..program import Program
 from ..schedules import find_schedule
-from ..schedules.action import Program
-from ..simulator.costs import Costs
+from ..step_costs import Costs
 from ..timeline import simulate
 from .layer_table import LayerTable, StageEstimate
 from .parallel_degrees import ParallelDegrees

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...cost_models.schedules import Program
-from ...cost_models.simulator.costs import Hosts
-from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
-from ...cost_models.simulator.engine import Run
+from ...cost_models.program import Program
+from ...cost_models.program_order import NONE, Order, resolve_order
+from ...cost_models.simulator import Run
+from ...cost_models.step_costs import Hosts
 from ..stage_table import Floats, Indices
 from .part_tables import SECONDS, PartTables
 

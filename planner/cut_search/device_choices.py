@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from ...cost_models.hardware import Device
-from ...cost_models.topology import Topology
+from ...cost_models.topology import Device, Topology
 from ..problem import Problem
 from ..search.device_classes import Shape, Symmetry, group_path, group_sizes, is_uniform
 

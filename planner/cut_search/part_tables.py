@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.hardware import Device
 from ...cost_models.memory import Training, total, with_reserve
-from ...cost_models.schedules import Program, StageSlot
-from ...cost_models.simulator.costs import Costs, Hosts
+from ...cost_models.program import Program, StageSlot
+from ...cost_models.step_costs import Costs, Hosts
+from ...cost_models.topology import Device
 from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import ReplicaExchange, stage_figure
 from ..search.least_collectives import fastest_transfer

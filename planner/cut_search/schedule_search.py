@@ -18,7 +18,8 @@ from itertools import pairwise, product
 from math import inf
 
 from ...cost_models.errors import UsageError
-from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.program import Program
+from ...cost_models.schedules import find_schedule
 from ..candidate import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig, ScoredPlan
 from ..plan_file import TIE
 from ..problem import Problem

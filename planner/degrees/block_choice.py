@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...cost_models.schedules.one_f_one_b import in_flight
+from ...cost_models.schedules import one_f_one_b_in_flight
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts
@@ -41,7 +41,7 @@ class BlockChoice:
         self.seconds = {kind: layers.seconds(own, MIDDLE) for kind, own in ranges.items()}
         self.parameters = {kind: layers.parameters(own, MIDDLE) for kind, own in ranges.items()}
         ledgers = {kind: layers.ledger((own,), MIDDLE) for kind, own in ranges.items()}
-        alive = in_flight(MIDDLE, 3, setting.micro_batches)
+        alive = one_f_one_b_in_flight(MIDDLE, 3, setting.micro_batches)
         self.states = {kind: _states(ledger) for kind, ledger in ledgers.items()}
         self.saved = {kind: ledger["activations"] / alive for kind, ledger in ledgers.items()}
         self.workspace = max(ledger["workspace"] for ledger in ledgers.values())
@@ -51,7 +51,7 @@ class BlockChoice:
         self.ends = {role: layers.seconds(range(0), role) for role in (FIRST, LAST)}
         ends = {role: layers.ledger((range(0),), role) for role in (FIRST, LAST)}
         self.end_states = {role: _states(ledger) for role, ledger in ends.items()}
-        self.end_saved = ends[LAST]["activations"] / in_flight(LAST, 3, setting.micro_batches)
+        self.end_saved = ends[LAST]["activations"] / one_f_one_b_in_flight(LAST, 3, setting.micro_batches)
         self.end_workspace = ends[LAST]["workspace"]
         self.end_placeholders = ends[LAST]["placeholders"]
 

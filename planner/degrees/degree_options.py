@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from ...cost_models import arguments
+from ...cost_models.arguments import Options, option, read_whole_number
 from ...cost_models.errors import UsageError, short_repr
-from ...cost_models.option_fields import Options, option
-from ...cost_models.option_readers import read_whole_number
 from ...cost_models.quantities import parse_rate
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")

@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.schedules.one_f_one_b import in_flight
+from ...cost_models.schedules import one_f_one_b_in_flight
 from ...cost_models.transformer.layer_table import LayerTable
 from .stage_degree_bound import stage_bound
 from .stage_degree_table import Array, BlockRuns
@@ -145,7 +145,10 @@ class _DivisionProgramme:
         """Those that the stage has memory for, and blocks enough."""
         own, setting, lengths = self._stage_costs(stage), self.layers.setting, self.runs.lengths
         stages = self.layers.degrees.pipeline
-        fits = own.fixed + own.saved * in_flight(stage, stages, setting.micro_batches) <= self.memory_bytes
+        fits = (
+            own.fixed + own.saved * one_f_one_b_in_flight(stage, stages, setting.micro_batches)
+            <= self.memory_bytes
+        )
         if stage not in setting.block_slots(stages):
             return np.asarray(fits & (lengths == 0))
         return np.asarray(fits & (lengths >= self.layers.fewest_blocks[stage]))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.quantities import format_count
-from ...cost_models.schedules.one_f_one_b import in_flight
+from ...cost_models.schedules import one_f_one_b_in_flight
 from ...cost_models.topology import Topology
 from ...cost_models.transformer.layer_table import LIBRARIES
 from ...cost_models.transformer.layer_work import Tokens
@@ -260,7 +260,7 @@ class _Pipeline:
         self, own: BlockChoice, kind: bool, roles: Sequence[int], stage: int
     ) -> tuple[float, float]:
         """Seconds and bytes of a block, with embedding and head where they are beside it."""
-        alive = in_flight(stage, self.stages, self.micro_batches)
+        alive = one_f_one_b_in_flight(stage, self.stages, self.micro_batches)
         seconds = own.seconds[kind].both + sum(own.ends[role].both for role in roles)
         bytes = own.states[kind] + sum(own.end_states[role] for role in roles)
         saved = own.saved[kind] + own.end_saved * (LAST in roles)
@@ -297,7 +297,7 @@ class _Pipeline:
 
     def _stage_bytes(self, stage: int, picks: Sequence[BlockChoice], blocks: range) -> float:
         """Of one device, at its peak."""
-        alive, routed = in_flight(stage, self.stages, self.micro_batches), self.shape.routed
+        alive, routed = one_f_one_b_in_flight(stage, self.stages, self.micro_batches), self.shape.routed
         total = LIBRARIES + sum(
             own.states[routed[block]] + alive * own.saved[routed[block]]
             for own, block in zip(picks, blocks, strict=True)

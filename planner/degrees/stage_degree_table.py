@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.schedules.one_f_one_b import in_flight
+from ...cost_models.schedules import one_f_one_b_in_flight
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts
@@ -96,7 +96,7 @@ class StageDegreeTable:
             if kind == "none" or recompute in ("auto", kind)
         }
         self._in_flight = np.array(
-            [in_flight(0, after + 1, setting.micro_batches) for after in range(most_stages)]
+            [one_f_one_b_in_flight(0, after + 1, setting.micro_batches) for after in range(most_stages)]
         )
         size = len(runs.runs)
         self.forward, self.update = np.full((3, size), np.inf), np.full((3, size), np.inf)
@@ -146,7 +146,7 @@ class StageDegreeTable:
     def _once(self, role: int, run: range, kind: Recomputation = "none") -> tuple[float, float, float]:
         layers = self._layers[kind]
         ledger = layers.ledger((run,), role)
-        saved = ledger["activations"] / in_flight(role, 3, self.setting.micro_batches)
+        saved = ledger["activations"] / one_f_one_b_in_flight(role, 3, self.setting.micro_batches)
         return layers.seconds(run, role).backward, sum(ledger.values()) - ledger["activations"], saved
 
     def _some_again(self, role: int, run: range) -> Array:
@@ -161,6 +161,6 @@ class StageDegreeTable:
         columns = (
             layers.seconds(run, role).backward + np.cumsum([forwards[kind] for kind in kinds]),
             fixed + np.maximum(space, empty["workspace"])[1:],
-            saved[1:] + empty["activations"] / in_flight(role, 3, self.setting.micro_batches),
+            saved[1:] + empty["activations"] / one_f_one_b_in_flight(role, 3, self.setting.micro_batches),
         )
         return np.stack(columns, axis=1)

@@ -8,8 +8,7 @@ from math import inf
 from typing import Any, ClassVar
 
 from ...cost_models.document import Document, Record
-from ...cost_models.number_format import compare_steps, html_table
-from ...cost_models.quantities import format_bytes, format_seconds
+from ...cost_models.quantities import compare_steps, format_bytes, format_seconds, html_table
 from ..candidate import SEARCHED, ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan
 from ..plan_document import bubble, busy_seconds, energy_joules, plan_stages

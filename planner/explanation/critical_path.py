@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...cost_models.simulator.action_costs import FREE, lower_costs, recompute_seconds
-from ...cost_models.simulator.dependencies import NONE, Indices
-from ...cost_models.simulator.launches import preceding_launches
-from ...cost_models.simulator.result import Timeline
+from ...cost_models.program_order import NONE, Indices
+from ...cost_models.step_costs import FREE, lower_costs, preceding_launches, recompute_seconds
+from ...cost_models.timeline import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
 KINDS: dict[str, str] = {

@@ -9,8 +9,8 @@ from itertools import accumulate
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
-from ...cost_models.simulator.costs import Array
-from ...cost_models.simulator.result import Timeline
+from ...cost_models.step_costs import Array
+from ...cost_models.timeline import Timeline
 from ..build_plan import FixedPartition, plan_partition
 from ..candidate import SEARCHED, ScoredPlan
 from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize

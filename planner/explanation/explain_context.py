@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ...cost_models.schedules import find_schedule
-from ...cost_models.simulator.result import Timeline
-from ...cost_models.timeline import simulate
+from ...cost_models.timeline import Timeline, simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..build_plan import build_problem

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ...cost_models import arguments
-from ...cost_models.option_fields import Options, option
-from ...cost_models.option_readers import read_counts
-from ...cost_models.schedules.registration import optional_schedule
+from ...cost_models.arguments import Options, option, read_counts
+from ...cost_models.schedule_text import optional_schedule
 
 _IN_USE = "The split in use"
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...cost_models import arguments, data_parallel
+from ...cost_models.arguments import Options, option
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.data_parallel import Pace, Workers
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
-from ...cost_models.option_fields import Options, option
 from ...cost_models.quantities import format_count, format_seconds
 from ..alternatives import accumulating
 from ..candidate import Proposal, ScoredPlan

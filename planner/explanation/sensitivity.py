@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...cost_models.document import Record
-from ...cost_models.number_format import ranges
+from ...cost_models.quantities import ranges
 from ..candidate import ScoredPlan
 from ..plan_document import PlanSummary, summarize
 from ..problem import Problem

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ...cost_models.document import Record
-from ...cost_models.simulator.result import Timeline
+from ...cost_models.timeline import Timeline
 from ..candidate import ScoredPlan
 from ..plan_document import PlanSummary, summarize
 from ..plan_file import TIE

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...cost_models import arguments
+from ...cost_models.arguments import Options, option
 from ...cost_models.errors import UsageError
-from ...cost_models.option_fields import Options, option
 from ...cost_models.quantities import LEAST_PRICE, MOST_PRICE, MOST_SHARE
 
 if TYPE_CHECKING:

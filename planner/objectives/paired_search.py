@@ -26,7 +26,8 @@ from math import inf
 import numpy as np
 
 from ...cost_models.memory import Recompute, Training, total, with_reserve
-from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.program import Program
+from ...cost_models.schedules import find_schedule
 from ..asynchronous import assemble_endless, reduced_seconds, steady_seconds
 from ..candidate import PipelineConfig, Proposal, ScoredPlan
 from ..plan_file import TIE

@@ -43,9 +43,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ...cost_models.collectives import all_reduce_seconds
-from ...cost_models.hardware import Device
 from ...cost_models.memory import Recompute
 from ...cost_models.timeline import step_seconds
+from ...cost_models.topology import Device
 from ..candidate import Proposal
 from ..scoring import assemble
 from ..search.space import Space

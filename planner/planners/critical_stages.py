@@ -42,8 +42,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost_models.errors import UsageError
+from ...cost_models.program_order import NONE, Order, resolve_order
 from ...cost_models.schedules import find_schedule
-from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
 from ..balance import balanced_ends
 from ..candidate import PipelineConfig, Proposal, replicated_pipeline
 from ..stage_table import Floats

@@ -25,10 +25,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.communication import exposed_all_reduces
+from ...cost_models.collectives import exposed_all_reduces
 from ...cost_models.layer import LayerCosts
-from ...cost_models.schedules import StageSlot
-from ...cost_models.simulator.costs import Array, Costs
+from ...cost_models.program import StageSlot
+from ...cost_models.step_costs import Array, Costs
 from ...cost_models.timeline import runs_side_by_side, step_seconds
 from ...cost_models.topology import Device
 from ..assembly import Assembly

@@ -36,7 +36,7 @@ from math import inf, sqrt
 
 import numpy as np
 
-from ...cost_models.hardware import Device
+from ...cost_models.topology import Device
 from ..stage_table import Floats
 from .family import SAFE, Family, bounded_counts, quick_bound, shared_work
 from .space import Space, divide_batch

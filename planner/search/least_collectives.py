@@ -15,8 +15,7 @@ from operator import mul
 
 import numpy as np
 
-from ...cost_models.hardware import Link
-from ...cost_models.topology import Topology
+from ...cost_models.topology import Link, Topology
 from ..stage_table import Floats
 
 MOST_SHAPES = 4_096

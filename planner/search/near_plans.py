@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from ...cost_models.hardware import Device
+from ...cost_models.topology import Device
 from ..candidate import Proposal, ScoredPlan, tell_best
 from ..plan_file import TIE
 from .budget import SearchBudget

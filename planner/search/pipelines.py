@@ -9,21 +9,23 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.memory import Recompute
-from ...cost_models.port_sharing import (
+from ...cost_models.collectives import (
     AllReduceBytes,
     Hop,
     PortSharing,
     Ranks,
+    TiedSum,
     TopologyPorts,
     all_reduce_ends,
+    ends_after_sums,
+    tied_sums,
 )
+from ...cost_models.memory import Recompute
+from ...cost_models.program import Program
 from ...cost_models.runtime import OFFLOAD
-from ...cost_models.schedules import Program, cached_program
-from ...cost_models.simulator.costs import Costs, Hosts, find_transfers
-from ...cost_models.simulator.linear import LinearCosts, linear_ends
-from ...cost_models.simulator.pipeline_costs import PipelineCosts
-from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
+from ...cost_models.schedules import cached_program
+from ...cost_models.simulator import LinearCosts, linear_ends
+from ...cost_models.step_costs import Costs, Hosts, PipelineCosts, find_transfers
 from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import bytes_by_layer, tied_exchanges

@@ -24,9 +24,8 @@ from math import inf, sqrt
 import numpy as np
 
 from ...cost_models.layer import LayerCosts
-from ...cost_models.memory import Recompute, ledger, total
+from ...cost_models.memory import Recompute, StageBytes, ledger, total
 from ...cost_models.schedules import find_schedule
-from ...cost_models.stage_bytes import StageBytes
 from ..stage_table import Floats, Indices
 from .family import SAFE, Family, RoughStage
 from .space import Space

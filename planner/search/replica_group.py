@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ...cost_models.collectives import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ...cost_models.errors import UsageError
-from ...cost_models.machines.rooflines import host_bandwidth
+from ...cost_models.machines import host_bandwidth
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
 from ...cost_models.optimizers import FLOAT32, find_optimizer
 from ...cost_models.runtime import OFFLOAD

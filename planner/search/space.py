@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.collectives import all_reduce_seconds, link_signature
+from ...cost_models.collectives import (
+    Routes,
+    TopologyPorts,
+    all_reduce_seconds,
+    least_seconds_after,
+    link_signature,
+    reduction_seconds,
+)
 from ...cost_models.errors import UsageError
-from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
+from ...cost_models.memory import StageBytes, receive_ahead
 from ...cost_models.optimizers import Precision
-from ...cost_models.port_sharing import Routes, TopologyPorts
 from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
-from ...cost_models.simulator.costs import Hosts
-from ...cost_models.stage_bytes import StageBytes, receive_ahead
-from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
-from ...cost_models.topology import Topology
+from ...cost_models.step_costs import Hosts
+from ...cost_models.topology import Device, Topology
 from ..cut_limits import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, fullest_kind, ledger_options

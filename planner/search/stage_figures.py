@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.hardware import Device
 from ...cost_models.layer import MEASURED, LayerCosts, list_cut_points
 from ...cost_models.memory import LedgerOptions, Recompute
-from ...cost_models.topology import Topology
+from ...cost_models.topology import Device, Topology
 from ..stage_table import Floats, Indices, StageTable, ledger_options
 from .family import Family, bounded_counts
 from .least_collectives import all_reduce_pace, fastest_transfer

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...cost_models.first_layers import count_first_layers, first_layers_word
-from ...cost_models.memory import Recompute
+from ...cost_models.memory import Recompute, count_first_layers, first_layers_word
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
 from ..candidate import FIRST_LAYERS, UNPROPOSED, PipelineConfig, Proposal

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.device_memory import micro_batch_bytes
-from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute
-from ...cost_models.schedules import Program, StageSlot
-from ...cost_models.simulator.costs import Costs
+from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute, micro_batch_bytes
+from ...cost_models.program import Program, StageSlot
+from ...cost_models.step_costs import Costs
 from ..assembly import Assembly
 from ..candidate import Proposal, linear_pipeline
 from ..scoring import assemble, possible

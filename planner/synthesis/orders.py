@@ -43,8 +43,8 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf
 
-from ...cost_models.schedules.action import Kind, Program
-from ...cost_models.schedules.zb_v import number_actions
+from ...cost_models.program import Kind, Program
+from ...cost_models.schedules import number_actions
 
 F, B, W = range(3)
 KINDS: tuple[Kind, ...] = ("F", "B", "W")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules.registration import register_order
-from ...cost_models.schedules.schedule_text import read_schedule, write_program
+from ...cost_models.schedule_text import read_schedule, register_order, write_program
 from ..candidate import SYNTHESIZED, Proposal, ScoredPlan
 from ..other_schedules import propose_other_schedules
 from ..scoring import fastest, possible

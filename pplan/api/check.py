@@ -12,14 +12,14 @@ from typing import Unpack, cast
 
 import numpy as np
 
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.errors import ExportError, MachineError, PplanError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNNABLE, find_runtime
-from ..cost_models.simulator.costs import Costs
+from ..cost_models.step_costs import Costs
 from ..cost_models.topology import Group, Link, Topology
+from ..cost_models.topology_file import to_toml
 from ..planner.balance import balance
 from ..planner.build_plan import FixedPartition, build_problem, plan_partition
 from ..planner.joint_search import find_best_plan

@@ -9,7 +9,7 @@ from typing import cast
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.number_format import either
+from ..cost_models.quantities import either
 from ..planner.plan_file import ProfileReference
 from ..planner.plan_options import PlanOptions
 from ..profiler.profile_file import Profile

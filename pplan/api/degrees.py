@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.hardware import UNKNOWN_DEVICE
-from ..cost_models.machines.catalogue import device_context, device_preset
-from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.machines.rooflines import ROOFLINES, host_bandwidth
-from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.machines import (
+    ROOFLINES,
+    MachineKeywords,
+    MachineOptions,
+    device_context,
+    device_preset,
+    host_bandwidth,
+)
 from ..cost_models.memory import FRAGMENTATION_RESERVE
-from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
-from ..cost_models.topology import Topology
+from ..cost_models.topology import UNKNOWN_DEVICE, Topology
+from ..cost_models.topology_file import ProfiledDevice, make_topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.kernel_table_file import load_kernel_table

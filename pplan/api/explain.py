@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models import arguments
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.option_fields import describe_options, options_from
+from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.device_loss import ReplannedPlan, replan_problem
 from ..planner.explanation.compare import PlanComparison, compare_plans

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models import arguments
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.option_fields import describe_options, options_from
+from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text

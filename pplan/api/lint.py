@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
+from ..cost_models.arguments import describe_options, list_declarations, options_from
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.option_fields import describe_options, list_declarations, options_from
+from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..cost_models.transformer.transformer_shape import TransformerShape

@@ -7,15 +7,15 @@ from pathlib import Path
 from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.machines.topology_options import (
+from ..cost_models.machines import MachineOptions
+from ..cost_models.topology import Topology
+from ..cost_models.topology_file import (
     PROCESSOR,
     check_seconds_on_kind,
     described_topology,
     make_topology,
     named_topology,
 )
-from ..cost_models.topology import Topology
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Options, option, read_whole_number, settings_option
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineKeywords
-from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.option_readers import read_whole_number
+from ..cost_models.machines import MachineKeywords
 from ..cost_models.quantities import parse_time
 from ..cost_models.runtime import RUNNABLE
-from ..cost_models.schedules.registration import optional_schedule
+from ..cost_models.schedule_text import optional_schedule
 from ..planner.objectives.objective import ObjectiveKeywords
 from ..planner.plan_options import PlanKeywords, TrainingKeywords
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from ..cost_models.number_format import compare_steps, describe_gap, percent, three_digits, whole_percent
 from ..cost_models.optimizers import find_optimizer
-from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
+from ..cost_models.quantities import (
+    compare_steps,
+    describe_gap,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    percent,
+    three_digits,
+    whole_percent,
+)
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..planner.candidate import ANY_SCHEDULE, INTERLEAVED
 from ..planner.plan_file import (

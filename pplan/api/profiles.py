@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ..cost_models import arguments
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
-from ..cost_models.option_fields import describe_options, options_from
 from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.loading.torchvision_names import refuse_unknown_name

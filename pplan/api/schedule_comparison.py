@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
-from ..cost_models.machines.machine_options import MachineKeywords
-from ..cost_models.number_format import compare_steps, html_table, percent
-from ..cost_models.quantities import format_bytes, format_seconds
-from ..cost_models.schedules import SCHEDULES, Schedule
-from ..cost_models.schedules.registration import schedule_word
+from ..cost_models.machines import MachineKeywords
+from ..cost_models.program import Schedule
+from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, html_table, percent
+from ..cost_models.schedule_text import schedule_word
+from ..cost_models.schedules import SCHEDULES
 from ..planner.plan_file import TIE, Plan
 from ..profiler.profile_file import Profile
 from .simulate import SimulatedStep, SimulateKeywords, simulate, simulate_costs

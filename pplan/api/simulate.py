@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Required, TypeVar, Unpack
 
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.drawing import Drawing
 from ..cost_models.errors import MachineError, UsageError
-from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
-from ..cost_models.option_fields import describe_options, options_from
+from ..cost_models.machines import MachineKeywords, MachineOptions
+from ..cost_models.program import Program
 from ..cost_models.quantities import format_seconds
-from ..cost_models.schedules import Program, find_schedule
+from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
+from ..cost_models.topology_file import check_processor_seconds, make_topology
 from ..planner.plan_file import TIE, Plan
 from ..planner.plan_options import OverrideKeywords, Overrides
 from ..planner.plan_simulation import (

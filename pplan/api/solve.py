@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
-from ..cost_models.option_fields import (
-    describe_options,
-    options_from,
-)
+from ..cost_models.machines import MachineOptions
 from ..cost_models.runtime import RUNTIMES, find_runtime
+from ..cost_models.topology_file import check_processor_seconds, make_topology
 from ..planner.build_plan import build_problem
 from ..planner.candidate import watching_best as watching_best
 from ..planner.objectives.frontier import Frontier, build_frontier

@@ -11,13 +11,13 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
+from ..cost_models.arguments import Options, option
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Options, option
 from ..cost_models.quantities import MOST_ACTIONS, format_count
 
 if TYPE_CHECKING:
-    from ..cost_models.schedules import Program, StageSlot
-    from ..cost_models.simulator.costs import Array, Costs
+    from ..cost_models.program import Program, StageSlot
+    from ..cost_models.step_costs import Array, Costs
 
 MOST_MILLISECONDS = 1e9
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -119,8 +119,7 @@ class StageCosts:
 
         Raises UsageError for wrong counts, and where a split backward is given whole.
         """
-        from ..cost_models.simulator.costs import find_transfers
-        from ..cost_models.simulator.pipeline_costs import stage_costs
+        from ..cost_models.step_costs import find_transfers, stage_costs
 
         self._check(program)
         costs = stage_costs(program, self.forward, self.backward, self.weight)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
-from ..cost_models.document import MadeBy
-from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import (
+from ..cost_models.arguments import (
     check_values,
     describe_options,
     list_declarations,
     options_from,
     unknown_option,
 )
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import UsageError
 from ..planner.joint_search import BEST
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions

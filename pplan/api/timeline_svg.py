@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from ..cost_models.quantities import format_seconds
-from ..cost_models.simulator.result import Span, Timeline, Transfer
+from ..cost_models.timeline import Span, Timeline, Transfer
 from ..planner.plan_simulation import Simulation, describe_simulation
 
 WIDTH, MARGIN, LEFT, ROW, GAP = 1400.0, 16.0, 84.0, 26.0, 14.0

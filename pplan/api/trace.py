@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..cost_models.schedules import Action
-from ..cost_models.simulator.dependencies import NONE
-from ..cost_models.simulator.result import Timeline
+from ..cost_models.program import Action
+from ..cost_models.program_order import NONE
+from ..cost_models.timeline import Timeline
 from ..planner.plan_simulation import Simulation
 
 PIPELINE, LINKS = 1, 2

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import recompute_kind, recompute_kinds, repeat_word
-from ..cost_models.machines.topology_file import parse_topology
-from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
+from ..cost_models.memory import recompute_kind, recompute_kinds, repeat_word
+from ..cost_models.program import Program
 from ..cost_models.quantities import MOST_ACTIONS
 from ..cost_models.runtime import OFFLOAD, Runtime, find_runtime
-from ..cost_models.schedules import SCHEDULES, Program, find_schedule
+from ..cost_models.schedules import SCHEDULES, find_schedule
 from ..cost_models.text_files import KEY, decode_text, is_unchanged, read_bytes
+from ..cost_models.topology_file import ProfiledDevice, make_topology, parse_topology
 from ..planner.cut_limits import limit_cuts
 from ..planner.plan_file import TIE, Alternative, Baseline, Plan, ProfileReference
 from ..profiler.profile_file import Profile

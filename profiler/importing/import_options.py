@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ...cost_models import arguments
+from ...cost_models.arguments import Options, option
 from ...cost_models.errors import UsageError
 from ...cost_models.optimizers import dtype_precision
-from ...cost_models.option_fields import Options, option
 
 FORMATS = ("pipedream", "csv", "json")
 GRANULARITIES = ("block", "fine")

@@ -12,10 +12,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.hardware import UNKNOWN_DEVICE
-from ...cost_models.number_format import either
-from ...cost_models.quantities import format_count, format_seconds
+from ...cost_models.quantities import either, format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
+from ...cost_models.topology import UNKNOWN_DEVICE
 from ..profile_file import Profile
 from ..profile_records import ProfiledLayer, SharedLayers
 from . import graph_layers, table_layers

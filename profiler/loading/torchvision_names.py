@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...cost_models.errors import ModelError
-from ...cost_models.number_format import either
+from ...cost_models.quantities import either
 
 _REGISTERED = re.compile(
     r'^@register_model\((?:(?:name=)?"(\w+)")?\)\n(?:@[^\n]*\n(?:[ )][^\n]*\n)*)*def (\w+)', re.MULTILINE

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ...cost_models.errors import MachineError, ModelError
-from ...cost_models.memory import FRAGMENTATION_RESERVE
+from ...cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ...cost_models.quantities import format_bytes
-from ...cost_models.stage_bytes import workspace_before_loss
 from ..chain.layers import Layer
 from ..memory.live_bytes import LiveBytes, Meter, lasting, storages
 from ..memory.meta_kernels import attention_as_on_the_cpu

@@ -16,10 +16,11 @@ import numpy as np
 
 from ...cost_models.document import DeviceCount, Document, MadeBy
 from ...cost_models.errors import PplanError, UsageError
+from ...cost_models.program import Program
 from ...cost_models.quantities import format_count
 from ...cost_models.runtime import find_runtime
-from ...cost_models.schedules import PUBLISHED, Program, find_schedule
-from ...cost_models.simulator.costs import Array, Costs, find_transfers, recompute_shares
+from ...cost_models.schedules import PUBLISHED, find_schedule
+from ...cost_models.step_costs import Array, Costs, find_transfers, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
 from ...profiler.link_fit import fit_link
 from ..documents import PipeExport, TorchExport

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ...cost_models.collectives import TiedSum
 from ...cost_models.document import (
     DeviceCount,
     DeviceIndex,
@@ -25,8 +26,7 @@ from ...cost_models.document import (
     TotalBytes,
 )
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
-from ...cost_models.simulator.costs import Costs
-from ...cost_models.tied_weights import TiedSum
+from ...cost_models.step_costs import Costs
 from ..documents import (
     DeepspeedExport,
     FairscaleExport,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...cost_models.errors import ExportError, UsageError
-from ...cost_models.first_layers import count_first_layers
+from ...cost_models.memory import count_first_layers
 from ...cost_models.runtime import OFFLOAD
 from ...profiler.torch_internals import tree_map_only
 from ...profiler.user_model.loaded_model import ModelInput

@@ -28,8 +28,8 @@ from pplan.api.options import (
 from pplan.api.simulate import SimulateKeywords
 from pplan.api.solve import MODELS
 from pplan.api.stage_costs import CostKeywords
-from pplan.cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from pplan.cost_models.option_fields import Options, list_declarations
+from pplan.cost_models.arguments import Options, list_declarations
+from pplan.cost_models.machines import MachineKeywords, MachineOptions
 from pplan.planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from pplan.planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from pplan.planner.plan_file import Plan

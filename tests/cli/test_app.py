@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, InfeasibleError, ModelError
-from pplan.cost_models.machines.presets import PRESETS
+from pplan.cost_models.machines import PRESETS
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 

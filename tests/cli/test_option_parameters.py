@@ -16,8 +16,8 @@ from pplan.cli import field_names
 from pplan.cli.field_names import TYPED, typed_text
 from pplan.cli.option_parameters import Only, Without, with_options
 from pplan.cost_models import arguments
+from pplan.cost_models.arguments import Options, option, options_from
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.option_fields import Options, option, options_from
 from pplan.cost_models.quantities import parse_seconds
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import MachineError
-from pplan.cost_models.machines.topology_file import load_topology
+from pplan.cost_models.topology_file import load_topology
 from pplan.profiler.measured_links import MeasuredLinks, Member, PairTimes
 from pplan.profiler.profile_file import Profile
 

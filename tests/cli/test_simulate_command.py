@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.cost_models import step_costs
 from pplan.cost_models.errors import FileError
-from pplan.cost_models.number_format import compare_steps
+from pplan.cost_models.quantities import compare_steps
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.cost_models.simulator import costs
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import TRANSFERS
 from pplan.profiler.profile_file import Profile
@@ -171,7 +171,7 @@ def test_transfers_by_boundary(found: Found) -> None:
 
 def test_transfers_that_block(found: Found) -> None:
     """Two stages, one micro-batch after another: all wait for all. Three: stage 0 sends F0 before F1."""
-    assert TRANSFERS == costs.TRANSFERS
+    assert TRANSFERS == step_costs.TRANSFERS
     one = "--schedule gpipe --stages 2 --micro-batches 1 --forward-ms 2 --backward-ms 4 --transfer-ms 1"
     for transfers in TRANSFERS:
         assert found(one, f"--transfers {transfers}")["step_seconds"] == pytest.approx(14e-3)

@@ -14,7 +14,8 @@ import pytest
 
 import pplan
 from pplan.api.timeline_svg import tick_seconds
-from pplan.cost_models.schedules import SCHEDULES, Action
+from pplan.cost_models.program import Action
+from pplan.cost_models.schedules import SCHEDULES
 from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]

@@ -19,8 +19,7 @@ from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, pr
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table import Column, number, print_table, table, text, word
 from pplan.cost_models.document import MadeBy
-from pplan.cost_models.number_format import three_digits
-from pplan.cost_models.quantities import format_count
+from pplan.cost_models.quantities import format_count, three_digits
 from pplan.planner.plan_file import DefaultMiniBatch, Plan
 from pplan.profiler.profile_file import Profile
 

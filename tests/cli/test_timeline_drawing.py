@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pplan.cli.timeline_drawing import IDLE, KINDS, Cell, block, cells, column_count, draw_row, print_drawing
-from pplan.cost_models.schedules import Action, find_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
-from pplan.cost_models.simulator.result import Span, Timeline
-from pplan.cost_models.timeline import simulate
+from pplan.cost_models.program import Action
+from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.step_costs import stage_costs
+from pplan.cost_models.timeline import Span, Timeline, simulate
 
 
 def _timeline(schedule: str, stages: int, count: int, *seconds: float) -> Timeline:

@@ -12,8 +12,8 @@ import pytest
 import pplan
 from pplan.cli.topology_tables import print_machines, print_topology
 from pplan.cost_models.collectives import all_reduce_seconds_by_algorithm
-from pplan.cost_models.machines.catalogue import MACHINES
-from pplan.cost_models.machines.topology_options import described_topology
+from pplan.cost_models.machines import MACHINES
+from pplan.cost_models.topology_file import described_topology
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 

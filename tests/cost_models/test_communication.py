@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pplan.cost_models.communication import (
+from pplan.cost_models.collectives import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     MIB,

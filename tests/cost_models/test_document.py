@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from pplan.cost_models.document import Document, JsonObject, Record, Seed
 from pplan.cost_models.errors import FileError
-from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.text_files import decode_text, detect_kind, file_kind, read_text, sha256, write_whole
+from pplan.cost_models.topology_file import load_topology
 from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.documents import DeepspeedExport, NemoExport

@@ -7,12 +7,20 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from pplan.cost_models.device_memory import device_ledger
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.first_layers import count_first_layers, first_layers_word, recompute_first
-from pplan.cost_models.memory import FRAGMENTATION_RESERVE, Training, ledger, total
+from pplan.cost_models.memory import (
+    FRAGMENTATION_RESERVE,
+    StageBytes,
+    Training,
+    count_first_layers,
+    device_ledger,
+    first_layers_word,
+    ledger,
+    recompute_first,
+    stage_workspace,
+    total,
+)
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
 
 
 class Layers:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.arguments import settings, slow_devices
+from pplan.cost_models.arguments import Option, settings, slow_devices
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.option_fields import Option
 from pplan.cost_models.quantities import format_rate
-from pplan.cost_models.schedules.schedule_text import read_schedule
-from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
+from pplan.cost_models.schedule_text import read_schedule
+from pplan.cost_models.step_costs import PipelineCosts
 from pplan.cost_models.text_files import write_whole
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.attention_kernels import _attention_kernel

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models import arguments, option_readers
+from pplan.cost_models import arguments
 from pplan.cost_models.data_parallel import Workers, asynchronous, hogwild, stale_synchronous, synchronous
 from pplan.cost_models.drawing import CostRow, draw_costs
 from pplan.cost_models.errors import PplanError
@@ -20,9 +20,9 @@ from pplan.cost_models.optimizers import OPTIMIZERS, find_optimizer
 from pplan.cost_models.precision import training_precision
 from pplan.cost_models.quantities import MOST_DEVICES, MOST_SLOWDOWN
 from pplan.cost_models.runtime import RUNTIMES
+from pplan.cost_models.schedule_text import read_schedule, write_program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
-from pplan.cost_models.schedules.schedule_text import read_schedule, write_program
-from pplan.cost_models.simulator.costs import find_transfers
+from pplan.cost_models.step_costs import find_transfers
 
 Golden = Callable[[str, str], None]
 AsText = Callable[[object], str]
@@ -110,14 +110,14 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     )
 }
 READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "choice": option_readers.read_choice(("never", "always", "auto")),
-    "from 0": option_readers.read_whole_number(0),
-    "from 2": option_readers.read_whole_number(2),
-    "number or auto": option_readers.read_number_or_auto,
-    "counts": option_readers.read_counts,
-    "sizes": option_readers.read_sizes,
-    "slow": option_readers.read_slow_devices,
-    "levels": option_readers.read_by_level(lambda text, name: float(len(text) + len(name))),
+    "choice": arguments.read_choice(("never", "always", "auto")),
+    "from 0": arguments.read_whole_number(0),
+    "from 2": arguments.read_whole_number(2),
+    "number or auto": arguments.read_number_or_auto,
+    "counts": arguments.read_counts,
+    "sizes": arguments.read_sizes,
+    "slow": arguments.read_slow_devices,
+    "levels": arguments.read_by_level(lambda text, name: float(len(text) + len(name))),
 }
 TEXTS = (
     *(
@@ -215,7 +215,7 @@ def test_texts_of_options(golden: Golden, as_text: AsText) -> None:
         for name, read in READERS.items()
         for number, text in enumerate(TEXTS)
     }
-    rows |= {f"settings {pairs}": answer(option_readers.read_settings, pairs, "--set") for pairs in SETTINGS}
+    rows |= {f"settings {pairs}": answer(arguments.read_settings, pairs, "--set") for pairs in SETTINGS}
     golden("cost_models/option_texts.txt", as_text(rows))
 
 

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.device_memory import round_ledger
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import Moment, Training, ledger, total
+from pplan.cost_models.memory import (
+    Moment,
+    StageBytes,
+    Training,
+    ledger,
+    round_ledger,
+    stage_workspace,
+    total,
+)
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
-from pplan.cost_models.stage_bytes import StageBytes, stage_workspace
 
 STAGE = StageBytes(
     parameters=1000.0,

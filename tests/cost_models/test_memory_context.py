@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.catalogue import device_context
-from pplan.cost_models.machines.presets import MIB, PRESETS, Preset
+from pplan.cost_models.machines import MIB, PRESETS, Preset, device_context
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)

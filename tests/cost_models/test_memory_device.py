@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from pplan.cost_models.device_memory import DeviceLedger, bytes_by_action, device_ledger
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import Training, ledger
+from pplan.cost_models.memory import (
+    DeviceLedger,
+    StageBytes,
+    Training,
+    bytes_by_action,
+    device_ledger,
+    ledger,
+)
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
+from pplan.cost_models.program import Action, Program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule, gpipe
-from pplan.cost_models.schedules.action import Action, Program
-from pplan.cost_models.stage_bytes import StageBytes
 
 MODES = ["never", "always", "except_last"]
 SIZES = [(2, 4), (4, 8), (4, 12)]
@@ -234,14 +239,14 @@ def held(program: Program, device: int, recompute: str) -> tuple[float, float]:
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_except_last_where_the_last_goes_back_first(micro_batches: int) -> None:
     """torchgpipe: the last micro-batch's activations, and the inputs of all others."""
-    program = gpipe.program(2, micro_batches)
+    program = gpipe(2, micro_batches)
     assert held(program, 0, "except_last") == (1, micro_batches - 1)
     assert held(program, 0, "always") == (1, micro_batches)
 
 
 def test_except_last_where_the_first_goes_back_first() -> None:
     """The last one's activations wait until all others were built again, one after another."""
-    program = gpipe.program(2, 5, backwards="first_to_last")
+    program = gpipe(2, 5, backwards="first_to_last")
     assert held(program, 0, "except_last") == (2, 4)
     assert held(program, 0, "always") == (1, 5)
 

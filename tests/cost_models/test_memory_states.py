@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import Training, ledger
+from pplan.cost_models.memory import StageBytes, Training, ledger
 from pplan.cost_models.optimizers import (
     FLOAT32,
     MIXED,
@@ -15,7 +15,6 @@ from pplan.cost_models.optimizers import (
     dtype_precision,
     find_optimizer,
 )
-from pplan.cost_models.stage_bytes import StageBytes
 
 GB = 1e9
 BILLION = 1e9

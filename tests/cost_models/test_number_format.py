@@ -22,7 +22,7 @@ from pplan.cost_models.errors import (
     UsageError,
     short_repr,
 )
-from pplan.cost_models.number_format import (
+from pplan.cost_models.quantities import (
     compare_percent,
     compare_steps,
     describe_gap,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models import arguments
-from pplan.cost_models.errors import UsageError
-from pplan.cost_models.option_fields import (
+from pplan.cost_models.arguments import (
     Option,
     Options,
     check_values,
@@ -18,6 +17,7 @@ from pplan.cost_models.option_fields import (
     options_from,
     unknown_option,
 )
+from pplan.cost_models.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pplan.cost_models.arguments import read_module_styles, read_settings, unknown_option
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.option_fields import unknown_option
-from pplan.cost_models.option_readers import read_module_styles, read_settings
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pplan.cost_models.collectives import all_reduce_loads, all_reduce_seconds_by_algorithm
-from pplan.cost_models.hardware import Device, Group, Level, Link, Port
-from pplan.cost_models.port_sharing import (
+from pplan.cost_models.collectives import (
     AllReduceBytes,
     Hop,
     Routes,
     TopologyPorts,
     all_reduce_ends,
+    all_reduce_loads,
+    all_reduce_seconds_by_algorithm,
     end_on_ports,
 )
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Port, Topology
 
 GPU = Device("gpu", None)
 

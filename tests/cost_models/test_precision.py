@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import Training
+from pplan.cost_models.memory import StageBytes, Training
 from pplan.cost_models.optimizers import OPTIMIZERS, find_optimizer
 from pplan.cost_models.precision import training_precision
-from pplan.cost_models.stage_bytes import StageBytes
 
 
 @pytest.mark.parametrize(

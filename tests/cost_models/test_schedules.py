@@ -1,16 +1,16 @@
-"""What holds of every schedule; each one's order, bubble and memory are in schedules/."""
+"""What holds of every schedule; each one's order, bubble and memory are in schedules.py."""
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot, find_schedule
-from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.program import Action, Program, StageSlot
+from pplan.cost_models.schedules import SCHEDULES, find_schedule
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import Timeline, simulate
 
 NAMES = [
@@ -63,8 +63,7 @@ def test_says_what_it_is(name: str) -> None:
     schedule = find_schedule(name)
     assert schedule.source
     assert all((schedule.needs, schedule.bubble, schedule.in_flight_formula))
-    file = {"1f1b": "one_f_one_b"}.get(name, name.replace("-", "_"))
-    told = importlib.import_module(f"pplan.cost_models.schedules.{file}").__doc__
+    told = schedule.build.__doc__
     assert told
     for said in ("Needs of the runtime:", "Weight versions:", "Staleness:", "F0"):
         assert said in " ".join(told.split())

@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import LayerCosts
-from pplan.cost_models.stage_bytes import StageBytes, neighbours, stage_bytes
+from pplan.cost_models.memory import StageBytes, neighbours, stage_bytes
 
 INPUT = 6.0
 

@@ -8,23 +8,19 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pplan.cost_models.collectives import all_reduce_seconds
-from pplan.cost_models.errors import UsageError
-from pplan.cost_models.layer import LayerCosts
-from pplan.cost_models.memory import Training
-from pplan.cost_models.optimizers import FLOAT32, MIXED_FLOAT32_GRADIENTS
-from pplan.cost_models.schedules import cached_program
-from pplan.cost_models.simulator.costs import Costs
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
-from pplan.cost_models.stage_bytes import stage_bytes
-from pplan.cost_models.tied_weights import (
+from pplan.cost_models.collectives import (
     TiedSum,
-    TiedWeight,
-    copy_bytes,
+    all_reduce_seconds,
     least_seconds_after,
     reduction_seconds,
     tied_sums,
 )
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import LayerCosts, TiedWeight, copy_bytes
+from pplan.cost_models.memory import Training, stage_bytes
+from pplan.cost_models.optimizers import FLOAT32, MIXED_FLOAT32_GRADIENTS
+from pplan.cost_models.schedules import cached_program
+from pplan.cost_models.step_costs import Costs, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 

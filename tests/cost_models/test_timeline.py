@@ -8,8 +8,10 @@ import numpy.typing as npt
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import Action, find_schedule
-from pplan.cost_models.timeline import PipelineCosts, simulate, step_seconds, uniform_costs
+from pplan.cost_models.program import Action
+from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.step_costs import PipelineCosts, uniform_costs
+from pplan.cost_models.timeline import simulate, step_seconds
 
 STRAIGHT = ("gpipe", "1f1b")
 F0, B0, F1, B1 = Action("F", 0), Action("B", 0), Action("F", 1), Action("B", 1)

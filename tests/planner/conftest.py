@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.layer import Chain
-from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.layer import Chain, TiedWeight
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem

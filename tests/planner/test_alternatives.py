@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.layer import Chain
+from pplan.cost_models.layer import Chain, TiedWeight
 from pplan.cost_models.runtime import RUNTIMES
-from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner import alternatives
 from pplan.planner.alternatives import (

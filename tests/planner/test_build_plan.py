@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from pplan.api.plan_summary import summary_lines
-from pplan.cost_models.communication import exposed_all_reduce_seconds
+from pplan.cost_models.collectives import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.number_format import percent
-from pplan.cost_models.quantities import format_seconds, parse_bytes
+from pplan.cost_models.quantities import format_seconds, parse_bytes, percent
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
 from pplan.planner.build_plan import solve_problem

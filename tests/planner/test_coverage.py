@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import DefectError
-from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.topology import Device, Group, Link, Topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.build_plan import solve_problem
 from pplan.planner.candidate import SEARCHED, Proposal, ScoredPlan
 from pplan.planner.coverage import describe_coverage, is_searched, to_searched_devices

@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.catalogue import device_context
+from pplan.cost_models.machines import device_context
 from pplan.cost_models.quantities import format_bytes, parse_bytes
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.first_layers import count_first_layers
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import count_first_layers
 from pplan.cost_models.topology import Topology
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan

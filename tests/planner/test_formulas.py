@@ -12,9 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pplan.cost_models.layer import Chain, list_cut_points
+from pplan.cost_models.layer import Chain, TiedWeight, list_cut_points
 from pplan.cost_models.optimizers import Precision
-from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import PipelineConfig, abbreviate, linear_pipeline

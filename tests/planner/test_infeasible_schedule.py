@@ -12,8 +12,8 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import parse_bytes
+from pplan.cost_models.schedule_text import register_schedule
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import format_seconds
-from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem
 from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective

@@ -11,8 +11,8 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.catalogue import device_preset, same_device
-from pplan.cost_models.schedules import interleaved
+from pplan.cost_models.machines import device_preset, same_device
+from pplan.cost_models.schedules import device_actions
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import chunks_in_flight
@@ -362,7 +362,7 @@ def test_peaks_of_interleaved_devices_by_hand() -> None:
             peaks = chunks_in_flight(device, 2, micro_batches, 2)
             held = set[tuple[int, ...]]()
             counts = [0, 0]
-            for action in interleaved.device_actions(device, 2, micro_batches, 2):
+            for action in device_actions(device, 2, micro_batches, 2):
                 counts[action.chunk] += 1 if action.kind == "F" else -1
                 held.add(tuple(counts))
             assert all(

@@ -9,9 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pplan.cost_models.layer import Chain
+from pplan.cost_models.layer import Chain, SharedBuffer, TiedWeight
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.tied_weights import SharedBuffer, TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.assembly import Assembly
 from pplan.planner.search.space import Space, narrow_space

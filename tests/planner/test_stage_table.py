@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import LedgerOptions, ledger, total
+from pplan.cost_models.memory import LedgerOptions, ledger, stage_bytes, stage_workspace, total
 from pplan.cost_models.optimizers import MIXED
-from pplan.cost_models.stage_bytes import stage_bytes, stage_workspace
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.layer import Chain
-from pplan.cost_models.stage_bytes import stage_bytes
-from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.layer import Chain, TiedWeight
+from pplan.cost_models.memory import stage_bytes
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import FixedPartition, build_problem, plan_partition, solve_problem
 from pplan.planner.coverage import describe_search

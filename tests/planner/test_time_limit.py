@@ -9,9 +9,9 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
 from pplan.cost_models.quantities import MOST_DEVICES
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.cost_models.topology_file import ProfiledDevice, make_topology
 from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.throughput import throughput

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.schedules import SCHEDULES, Program
+from pplan.cost_models.program import Program
+from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.timeline import step_seconds
-from pplan.cost_models.topology import Device, Group, Link, Topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem

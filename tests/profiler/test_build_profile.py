@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pplan
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.layer import TiedWeight
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.profile_file import Profile

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pplan.cost_models.errors import MachineError
-from pplan.cost_models.machines.topology_file import load_topology
+from pplan.cost_models.topology_file import load_topology
 from pplan.profiler.links import EVERY_PAIR_UP_TO, _backend, _members, _Own, choose_pairs
 
 ForkedPython = Callable[..., Any]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.machines.topology_options import ProfiledDevice, make_topology
+from pplan.cost_models.topology_file import ProfiledDevice, load_topology, make_topology
 from pplan.profiler.measured_links import MeasuredLinks, Member, PairTimes
 from pplan.profiler.torchrun_env import read_torchrun_env
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.cost_models.option_fields import list_declarations
+from pplan.cost_models.arguments import list_declarations
 from pplan.cost_models.text_files import add_hash
 from pplan.profiler import profile_cache
 from pplan.profiler.measure import profile_model

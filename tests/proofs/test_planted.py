@@ -13,8 +13,8 @@ from attack.attack import Solver, attacked, quickly_solved
 from attack.problems import Case, case_of
 from attack.results import Result
 
+from pplan.cost_models.collectives import least_seconds_after
 from pplan.cost_models.errors import InfeasibleError
-from pplan.cost_models.tied_weights import least_seconds_after
 from pplan.planner.build_plan import build_problem
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import pplan
-from pplan.cost_models.first_layers import count_first_layers
+from pplan.cost_models.memory import count_first_layers
 from pplan.planner.plan_file import Plan
 from pplan.profiler.memory.live_bytes import LiveBytes, lasting
 from pplan.runtimes.pipelining import stage as offloading

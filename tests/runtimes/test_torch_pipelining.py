@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.first_layers import whole_word
+from pplan.cost_models.memory import whole_word
+from pplan.cost_models.schedule_text import register_schedule, write_program
 from pplan.cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
-from pplan.cost_models.schedules.registration import register_schedule
-from pplan.cost_models.schedules.schedule_text import write_program
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.exports import export

@@ -6,13 +6,11 @@ import random
 
 import pytest
 
+from pplan.cost_models.collectives import Routes, exposed_all_reduce_seconds
 from pplan.cost_models.collectives import all_reduce_seconds as modelled
-from pplan.cost_models.communication import exposed_all_reduce_seconds
-from pplan.cost_models.machines.catalogue import device_context
-from pplan.cost_models.machines.presets import PRESETS
-from pplan.cost_models.machines.topology_text import to_toml
-from pplan.cost_models.port_sharing import Routes
+from pplan.cost_models.machines import PRESETS, device_context
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.cost_models.topology_file import to_toml
 from tests.oracle import machine as oracle
 
 SERVERS = Topology(

@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_models.collectives import Algorithm, all_reduce_loads, all_reduce_seconds_by_algorithm
-from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ...cost_models.collectives import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Algorithm,
+    Routes,
+    all_reduce_loads,
+    all_reduce_seconds_by_algorithm,
+)
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import FRAGMENTATION_RESERVE, RECOMPUTES, Training
-from ...cost_models.port_sharing import Routes
-from ...cost_models.stage_bytes import StageBytes
+from ...cost_models.memory import FRAGMENTATION_RESERVE, RECOMPUTES, StageBytes, Training
 from ...planner.assembly import Assembly
 
 EDITED = ("1f1b", "gpipe")

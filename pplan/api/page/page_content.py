@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
-from ...cost_models.hardware import UNKNOWN_DEVICE
 from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
-from ...cost_models.topology import Topology
+from ...cost_models.topology import UNKNOWN_DEVICE, Topology
 from ...planner.assembly import Assembly
 from ...planner.plan_file import Plan, ProfileReference
 from ...planner.plan_options import Overrides

@@ -8,8 +8,7 @@ from itertools import islice
 from math import isclose
 from typing import TYPE_CHECKING, Any
 
-from ...cost_models.number_format import compare_percent, percent
-from ...cost_models.quantities import format_bytes, format_seconds
+from ...cost_models.quantities import compare_percent, format_bytes, format_seconds, percent
 from ...planner.explanation.critical_path import KINDS
 from ...planner.plan_document import PlanSummary
 from ...runtimes.checking.records import Check, CheckedCase

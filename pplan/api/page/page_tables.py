@@ -6,8 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...cost_models.number_format import compare_steps, percent, ranges, three_digits, whole_percent
-from ...cost_models.quantities import format_bytes, format_seconds
+from ...cost_models.quantities import (
+    compare_steps,
+    format_bytes,
+    format_seconds,
+    percent,
+    ranges,
+    three_digits,
+    whole_percent,
+)
 from ...planner.plan_file import Plan, PlannedStage
 from ...planner.plan_simulation import Simulation
 from ...profiler.profile_file import Profile

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from pplan.api.page.cut_problem import cut_problem, refuse_cuts
-from pplan.cost_models.layer import Chain
+from pplan.cost_models.layer import Chain, SharedBuffer, TiedWeight
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.quantities import format_bytes, format_seconds
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.tied_weights import SharedBuffer, TiedWeight
 from pplan.cost_models.timeline import simulate
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.assembly import Assembly

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.catalogue import MACHINES, Machine, find_machine, unknown_machine
-from pplan.cost_models.machines.presets import PRESETS, Figure
+from pplan.cost_models.machines import MACHINES, PRESETS, Figure, Machine, find_machine, unknown_machine
 
 
 def figures(machine: Machine) -> dict[str, Figure]:

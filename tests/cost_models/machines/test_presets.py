@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.machines.catalogue import find_preset, match_device
-from pplan.cost_models.machines.presets import PRESETS, Figure, Preset
+from pplan.cost_models.machines import PRESETS, Figure, Preset, find_preset, match_device
 
 GIB = 2**30
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.cost_models.machines.catalogue import match_device
-from pplan.cost_models.machines.presets import PRESETS
-from pplan.cost_models.machines.rooflines import (
+from pplan.cost_models.machines import (
+    PRESETS,
     ROOFLINES,
     find_roofline,
     host_bandwidth,
     load_roofline,
+    match_device,
     memory_bandwidth,
 )
 

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError
-from pplan.cost_models.machines.catalogue import MACHINES
-from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.machines.topology_options import described_topology
-from pplan.cost_models.machines.topology_text import to_toml
+from pplan.cost_models.machines import MACHINES
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.cost_models.topology_file import described_topology, load_topology, to_toml
 
 
 def write(folder: Path, text: str) -> Path:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.cost_models.machines.catalogue import MACHINES
-from pplan.cost_models.machines.presets import PRESETS
-from pplan.cost_models.machines.topology_options import ProfiledDevice, described_topology, make_topology
+from pplan.cost_models.machines import MACHINES, PRESETS
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.topology_file import ProfiledDevice, described_topology, make_topology
 
 CPU = ProfiledDevice("cpu", "", None)
 A100 = ProfiledDevice("cuda", "NVIDIA A100-SXM4-40GB", 42_405_855_232)

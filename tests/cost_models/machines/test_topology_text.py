@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.cost_models.machines.topology_text import _duration, _rate
+from pplan.cost_models.topology_file import _duration, _rate
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pplan.cost_models.schedules import Action, Program, StageSlot
-from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.program import Action, Program, StageSlot
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import simulate
 
 Result = tuple[str, StageSlot, int]

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.program import Program
 from pplan.cost_models.schedules import (
     SCHEDULES,
-    Program,
     find_schedule,
     pipedream,
     pipedream_2bw,
     wpipe,
     xpipe,
+    xpipe_staleness,
 )
 
 ASYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.synchronous]
@@ -36,10 +37,10 @@ F0 F1 f0 f1 .  b0 F2 b1 F3 B0 f2 B1 f3 b2 .  b3 B2 B3
 
 
 def test_drawings(picture: Any, drawn: Any) -> None:
-    assert picture(pipedream.program(4, 6), backward=2) == drawn(PIPEDREAM)
-    assert picture(pipedream_2bw.program(4, 6), backward=2) == drawn(PIPEDREAM)
-    assert picture(xpipe.program(4, 6), backward=2) == drawn(PIPEDREAM)
-    assert picture(wpipe.program(2, 4)) == drawn(WPIPE)
+    assert picture(pipedream(4, 6), backward=2) == drawn(PIPEDREAM)
+    assert picture(pipedream_2bw(4, 6), backward=2) == drawn(PIPEDREAM)
+    assert picture(xpipe(4, 6), backward=2) == drawn(PIPEDREAM)
+    assert picture(wpipe(2, 4)) == drawn(WPIPE)
 
 
 def seen(program: Program, device: int, chunk: int) -> tuple[int, int]:
@@ -79,7 +80,7 @@ def test_pipedream_versions_and_staleness(stages: int, micro_batches: int) -> No
 def test_2bw_versions_and_staleness(stages: int, micro_batches: int, more: int) -> None:
     """Two versions suffice; the last stage could do with one, and uses the older all the same."""
     schedule = find_schedule("pipedream-2bw")
-    program = pipedream_2bw.program(stages, micro_batches, update_every=stages + more)
+    program = pipedream_2bw(stages, micro_batches, update_every=stages + more)
     enough = micro_batches > stages + more
     for i in range(stages):
         assert seen(program, i, 0) == ((2, 1) if i < stages - 1 and enough else (1, 0))
@@ -92,7 +93,7 @@ def test_2bw_versions_and_staleness(stages: int, micro_batches: int, more: int) 
 def test_wpipe_versions_and_staleness(stages: int, micro_batches: int, more: int) -> None:
     """Two versions of the first chunk, one of the second, whose gradients are never late."""
     schedule, every = find_schedule("wpipe"), stages + more
-    program = wpipe.program(stages, 4 * every, update_every=every)
+    program = wpipe(stages, 4 * every, update_every=every)
     for i in range(stages):
         assert seen(program, i, 0) == (2, 1)
         assert seen(program, i, 1) == (1, 0)
@@ -104,7 +105,7 @@ def test_wpipe_versions_and_staleness(stages: int, micro_batches: int, more: int
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_wpipe_may_update_after_several_rounds(stages: int, rounds: int) -> None:
     """Rounds of as many micro-batches as there are stages, whatever the updates, keep as many versions."""
-    program = replace(wpipe.program(stages, 4 * rounds * stages), update_every=rounds * stages)
+    program = replace(wpipe(stages, 4 * rounds * stages), update_every=rounds * stages)
     for i in range(stages):
         assert seen(program, i, 0) == (2, 1)
         assert seen(program, i, 1) == (1, 0)
@@ -114,9 +115,9 @@ def test_wpipe_may_update_after_several_rounds(stages: int, rounds: int) -> None
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_xpipe_staleness(stages: int, micro_batches: int, every: int) -> None:
-    program = xpipe.program(stages, micro_batches, update_every=every)
+    program = xpipe(stages, micro_batches, update_every=every)
     for i in range(stages):
-        assert seen(program, i, 0)[1] == xpipe.staleness(i, stages, micro_batches, every)
+        assert seen(program, i, 0)[1] == xpipe_staleness(i, stages, micro_batches, every)
         assert find_schedule("xpipe").weight_versions(i, stages, micro_batches) == 3
 
 
@@ -140,27 +141,27 @@ def test_in_flight(stages: int, micro_batches: int) -> None:
     for name in ("pipedream", "pipedream-2bw", "xpipe"):
         program = find_schedule(name).program(stages, micro_batches)
         assert [max(program.in_flight(i)) for i in range(stages)] == [stages - i for i in range(stages)]
-    program = wpipe.program(stages, micro_batches)
+    program = wpipe(stages, micro_batches)
     assert [max(program.in_flight(i)) for i in range(stages)] == [
         (stages + (stages - i)) / 2 for i in range(stages)
     ]
 
 
 def test_updates() -> None:
-    assert pipedream.program(4, 8).update_every == 1
-    assert [m.program(4, 8).update_every for m in (pipedream_2bw, xpipe, wpipe)] == [4, 4, 4]
+    assert pipedream(4, 8).update_every == 1
+    assert [m(4, 8).update_every for m in (pipedream_2bw, xpipe, wpipe)] == [4, 4, 4]
 
 
 def test_updates_that_cannot_be() -> None:
     with pytest.raises(
         UsageError, match="micro-batches an update 3: pipedream-2bw needs at least 4, the stages"
     ):
-        pipedream_2bw.program(4, 8, update_every=3)
+        pipedream_2bw(4, 8, update_every=3)
     with pytest.raises(UsageError, match="micro-batches an update 3: wpipe needs at least 4, the stages"):
-        wpipe.program(4, 8, update_every=3)
+        wpipe(4, 8, update_every=3)
     with pytest.raises(UsageError, match="micro-batches 10: wpipe needs a multiple of the stages, 4"):
-        wpipe.program(4, 10)
+        wpipe(4, 10)
     with pytest.raises(UsageError, match="virtual stages 3: wpipe runs 2 on a device"):
-        wpipe.program(4, 8, 3)
+        wpipe(4, 8, 3)
     with pytest.raises(UsageError, match="micro-batches an update 0"):
-        xpipe.program(4, 8, update_every=0)
+        xpipe(4, 8, update_every=0)

@@ -18,7 +18,7 @@ F0 F1 F2 -  F3 -  .  .  B0 -  B1 -  .  .  .  .  .  .  B2 -  -  -  .  .  B3 -  - 
 
 
 def test_drawing(picture: Any, drawn: Any) -> None:
-    assert picture(autopipe.program(3, 3), tick=0.5, backward=2) == drawn(HALVES)
+    assert picture(autopipe(3, 3), tick=0.5, backward=2) == drawn(HALVES)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
@@ -30,7 +30,7 @@ def test_the_fill_is_half_as_long(stages: int, extra: int, f: int, b: int, play:
     closed = (stages - 1) * (f / 2 + b) + micro_batches * (f + b)
     steps = []
     for sliced in range(min(stages + 1, 5)):
-        played = play(autopipe.program(stages, micro_batches, sliced=sliced), f, b)
+        played = play(autopipe(stages, micro_batches, sliced=sliced), f, b)
         steps.append(played.makespan)
         if sliced:
             assert played.spans[-1][0][1] == (stages - 1) * f / 2
@@ -42,7 +42,7 @@ def test_the_fill_is_half_as_long(stages: int, extra: int, f: int, b: int, play:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_halves_count_half(stages: int, micro_batches: int) -> None:
-    program = autopipe.program(stages, micro_batches)
+    program = autopipe(stages, micro_batches)
     assert program.shares == (0.5, 0.5, *[1.0] * (micro_batches - 1))
     for i in range(stages):
         assert max(program.in_flight(i)) == min(micro_batches, stages - i)
@@ -50,6 +50,6 @@ def test_halves_count_half(stages: int, micro_batches: int) -> None:
 
 def test_slices_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="micro-batches 2: autopipe needs at least 3, those that are sliced"):
-        autopipe.program(4, 2, sliced=3)
+        autopipe(4, 2, sliced=3)
     with pytest.raises(UsageError, match="sliced micro-batches -1"):
-        autopipe.program(4, 2, sliced=-1)
+        autopipe(4, 2, sliced=-1)

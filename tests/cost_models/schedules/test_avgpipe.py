@@ -19,7 +19,7 @@ F0 f1 F2 f3 B0 b1 .  .  B2 b3
 
 
 def test_drawing(picture: Any, drawn: Any) -> None:
-    assert picture(avgpipe.program(2, 4)) == drawn(TWO)
+    assert picture(avgpipe(2, 4)) == drawn(TWO)
 
 
 @pytest.mark.parametrize(("stages", "each"), SIZES)
@@ -28,7 +28,7 @@ def test_drawing(picture: Any, drawn: Any) -> None:
 def test_bubble(stages: int, each: int, pipelines: int, forward: int, backward: int, play: Any) -> None:
     """That of one pipeline with all the micro-batches: (p-1) / (N m + p-1)."""
     total = pipelines * each
-    played = play(avgpipe.program(stages, total, pipelines=pipelines), forward, backward)
+    played = play(avgpipe(stages, total, pipelines=pipelines), forward, backward)
     assert played.makespan == (total + stages - 1) * (forward + backward)
 
 
@@ -37,7 +37,7 @@ def test_bubble(stages: int, each: int, pipelines: int, forward: int, backward: 
 def test_advance_goes_from_1f1b_to_all_forwards_first(
     stages: int, each: int, advance: int, play: Any
 ) -> None:
-    program = avgpipe.program(stages, 2 * each, advance=advance)
+    program = avgpipe(stages, 2 * each, advance=advance)
     assert [max(program.in_flight(i)) for i in range(stages)] == [
         2 * min(each, stages - i + advance) for i in range(stages)
     ]
@@ -46,7 +46,7 @@ def test_advance_goes_from_1f1b_to_all_forwards_first(
 
 @pytest.mark.parametrize(("stages", "each"), SIZES)
 def test_a_pipeline_by_itself_runs_1f1b(stages: int, each: int) -> None:
-    program, alone = avgpipe.program(stages, 2 * each), one_f_one_b.program(stages, each)
+    program, alone = avgpipe(stages, 2 * each), one_f_one_b(stages, each)
     for pipeline in (0, 1):
         for own, expected in zip(program.actions, alone.actions, strict=True):
             its = [(a.kind, a.micro_batch // 2) for a in own if a.chunk == pipeline]
@@ -59,8 +59,8 @@ def test_weights_of_two_pipelines_and_the_reference() -> None:
 
 def test_numbers_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="micro-batches 5: avgpipe needs a multiple of the pipelines, 2"):
-        avgpipe.program(3, 5)
+        avgpipe(3, 5)
     with pytest.raises(UsageError, match="pipelines 0"):
-        avgpipe.program(3, 4, pipelines=0)
+        avgpipe(3, 4, pipelines=0)
     with pytest.raises(UsageError, match="advance -1"):
-        avgpipe.program(3, 4, advance=-1)
+        avgpipe(3, 4, advance=-1)

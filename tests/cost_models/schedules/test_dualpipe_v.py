@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import Program, dualpipe_v
+from pplan.cost_models.program import Program
+from pplan.cost_models.schedules import dualpipe_v
 
 SIZES = [(stages, 2 * stages + extra) for stages in (1, 2, 3, 4, 6) for extra in (0, 1, 5)]
 
@@ -39,8 +40,8 @@ def pairs(program: Program, stages: int) -> frozenset[tuple[int, int]]:
 
 
 def test_drawings(picture: Any, drawn: Any) -> None:
-    assert picture(dualpipe_v.program(1, 2)) == drawn(ONE_DEVICE)
-    assert picture(dualpipe_v.program(2, 4)) == drawn(TWO_DEVICES)
+    assert picture(dualpipe_v(1, 2)) == drawn(ONE_DEVICE)
+    assert picture(dualpipe_v(2, 4)) == drawn(TWO_DEVICES)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -51,7 +52,7 @@ def test_bubble(
     """The report's (p - 1)(F&B + B - 3W) of p devices, B whole, where the input's gradient takes as long as F
     and W no longer: with F&B as one action. With F and B one after the other the next device has F's result
     earlier, and F + B - 2W are idle."""
-    program = dualpipe_v.program(stages, micro_batches)
+    program = dualpipe_v(stages, micro_batches)
     whole = forward + weight
     work = 2 * micro_batches * (forward + whole)
     together = pairs(program, stages)
@@ -65,11 +66,11 @@ def test_bubble(
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_in_flight(stages: int, micro_batches: int) -> None:
     """2p + 1 chunks on p devices: the report's PP + 1 of PP = 2p stages."""
-    program = dualpipe_v.program(stages, micro_batches)
+    program = dualpipe_v(stages, micro_batches)
     most = [max(program.in_flight(device)) for device in range(stages)]
     assert most == [min(micro_batches, (2 * stages + 1) / 2)] * stages
 
 
 def test_too_few_micro_batches() -> None:
     with pytest.raises(UsageError, match="micro-batches 7: dualpipe-v needs at least 8, two a stage"):
-        dualpipe_v.program(4, 7)
+        dualpipe_v(4, 7)

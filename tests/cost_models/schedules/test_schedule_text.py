@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from pplan.cost_models.errors import FileError, PplanError, UsageError
-from pplan.cost_models.schedules import PUBLISHED, SCHEDULES
-from pplan.cost_models.schedules.registration import (
+from pplan.cost_models.program_order import resolve_order
+from pplan.cost_models.schedule_text import (
+    read_schedule,
     read_schedule_file,
     register_order,
     register_schedule,
     schedule_word,
+    write_program,
 )
-from pplan.cost_models.schedules.schedule_text import read_schedule, write_program
-from pplan.cost_models.simulator.dependencies import resolve_order
+from pplan.cost_models.schedules import PUBLISHED, SCHEDULES
 
 ZB_V = """
 places: v

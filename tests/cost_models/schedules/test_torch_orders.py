@@ -6,18 +6,9 @@ from typing import Any
 
 import pytest
 
+from pplan.cost_models.program import Action, Kind, Program
 from pplan.cost_models.runtime import TORCH_CLASSES
-from pplan.cost_models.schedules import (
-    Action,
-    Program,
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    zb_v,
-)
-from pplan.cost_models.schedules.action import Kind
+from pplan.cost_models.schedules import dualpipe_v, gpipe, interleaved, looped_bfs, one_f_one_b, zb_v
 
 pytest.importorskip("torch", reason="the orders are compared with torch's")
 
@@ -49,7 +40,7 @@ def ours(program: Program) -> list[list[Action]]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_gpipe(stages: int, more: int) -> None:
-    program = gpipe.program(stages, stages + more, backwards="first_to_last")
+    program = gpipe(stages, stages + more, backwards="first_to_last")
     assert ours(program) == torchs("GPipe", stages, stages + more)
 
 
@@ -61,7 +52,7 @@ def test_1f1b(stages: int, more: int) -> None:
     first = theirs[-1][0].micro_batch
     assert first in (0, 1)
     theirs[-1] = [a._replace(micro_batch=a.micro_batch - first) if a.kind == "F" else a for a in theirs[-1]]
-    assert ours(one_f_one_b.program(stages, stages + more)) == theirs
+    assert ours(one_f_one_b(stages, stages + more)) == theirs
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
@@ -70,14 +61,14 @@ def test_1f1b(stages: int, more: int) -> None:
 def test_interleaved(stages: int, rounds: int, chunks: int) -> None:
     micro_batches = rounds * stages
     expected = torchs("Interleaved1F1B", stages, micro_batches, chunks)
-    assert ours(interleaved.program(stages, micro_batches, chunks)) == expected
+    assert ours(interleaved(stages, micro_batches, chunks)) == expected
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 10), (4, 3), (3, 8), (4, 15)])
 def test_interleaved_with_rounds_of_other_sizes(stages: int, micro_batches: int) -> None:
     size = micro_batches // max(1, micro_batches // stages)
     expected = torchs("Interleaved1F1B", stages, micro_batches, 2)
-    assert ours(interleaved.program(stages, micro_batches, 2, a_round=size)) == expected
+    assert ours(interleaved(stages, micro_batches, 2, a_round=size)) == expected
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
@@ -85,20 +76,20 @@ def test_interleaved_with_rounds_of_other_sizes(stages: int, micro_batches: int)
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_looped_bfs(stages: int, micro_batches: int, chunks: int) -> None:
     expected = torchs("LoopedBFS", stages, micro_batches, chunks)
-    assert ours(looped_bfs.program(stages, micro_batches, chunks)) == expected
+    assert ours(looped_bfs(stages, micro_batches, chunks)) == expected
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 8, 17])
 def test_zb_v(stages: int, micro_batches: int) -> None:
-    assert ours(zb_v.program(stages, micro_batches)) == torchs("ZBVZeroBubble", stages, micro_batches, 2)
+    assert ours(zb_v(stages, micro_batches)) == torchs("ZBVZeroBubble", stages, micro_batches, 2)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 6])
 def test_dualpipe_v(stages: int, more: int) -> None:
     micro_batches = 2 * stages + more
-    assert ours(dualpipe_v.program(stages, micro_batches)) == torchs("DualPipeV", stages, micro_batches, 2)
+    assert ours(dualpipe_v(stages, micro_batches)) == torchs("DualPipeV", stages, micro_batches, 2)
 
 
 @pytest.mark.parametrize("name", TORCH_CLASSES.values())

@@ -33,9 +33,9 @@ F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2 .
 
 
 def test_drawings(picture: Any, drawn: Any) -> None:
-    assert picture(zb_h1.program(3, 4)) == drawn(ZB_H1)
-    assert picture(zb_h2.program(3, 6)) == drawn(ZB_H2)
-    assert picture(zb_v.program(2, 3)) == drawn(ZB_V)
+    assert picture(zb_h1(3, 4)) == drawn(ZB_H1)
+    assert picture(zb_h2(3, 6)) == drawn(ZB_H2)
+    assert picture(zb_v(2, 3)) == drawn(ZB_V)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_published_bubble_rates(
 ) -> None:
     """ICLR 2024, times of table 9 and rates of table 5: 1F1B, ZB-H1, ZB-H2."""
     forward, backward, weight = seconds
-    plain = play(one_f_one_b.program(stages, micro_batches), forward, backward + weight, 0, transfer)
-    first = play(zb_h1.program(stages, micro_batches), *seconds, transfer)
-    second = play(zb_h2.program(stages, micro_batches), *seconds, transfer)
+    plain = play(one_f_one_b(stages, micro_batches), forward, backward + weight, 0, transfer)
+    first = play(zb_h1(stages, micro_batches), *seconds, transfer)
+    second = play(zb_h2(stages, micro_batches), *seconds, transfer)
     assert (round(plain.rate, 4), round(first.rate, 4), round(second.rate, 4)) == rates
 
 
@@ -67,8 +67,8 @@ def test_published_bubble_rates(
 def test_bubble(stages: int, extra: int, f: int, b: int, w: int, play: Any) -> None:
     """H1 where m >= p, W <= F, W <= B; H2 where m >= 2p - 1, W <= F, 2W <= F + B."""
     for program, micro_batches, idle in (
-        (zb_h1.program, stages + extra, (stages - 1) * (f + b - w)),
-        (zb_h2.program, 2 * stages - 1 + extra, (stages - 1) * (f + b - 2 * w)),
+        (zb_h1, stages + extra, (stages - 1) * (f + b - w)),
+        (zb_h2, 2 * stages - 1 + extra, (stages - 1) * (f + b - 2 * w)),
     ):
         played = play(program(stages, micro_batches), f, b, w)
         assert played.rate == pytest.approx(idle / (idle + micro_batches * (f + b + w)), abs=1e-12)
@@ -78,7 +78,7 @@ def test_zb_h2_where_the_weights_take_longer_than_the_forward(play: Any) -> None
     """No order of at most 2p - 1 micro-batches meets the formula then: before its first backward stage 0
     waits (p-1)(F+B) - 2(p-1)F, and has no W yet to fill that with."""
     f, b, w = 1, 3, 2
-    played = play(zb_h2.program(2, 6), f, b, w)
+    played = play(zb_h2(2, 6), f, b, w)
     assert played.rate == pytest.approx((b - f) / ((b - f) + 6 * (f + b + w)))
 
 
@@ -86,11 +86,11 @@ def test_zb_h2_where_the_weights_take_longer_than_the_forward(play: Any) -> None
 @pytest.mark.parametrize("extra", [0, 1, 7])
 def test_zb_v_has_no_bubble_where_all_take_the_same(stages: int, extra: int, play: Any) -> None:
     micro_batches = 2 * stages - 1 + extra
-    played = play(zb_v.program(stages, micro_batches))
+    played = play(zb_v(stages, micro_batches))
     for own in played.spans:
         assert own[-1][2] - own[0][1] == 6 * micro_batches
     if stages > 1:
-        assert play(zb_v.program(stages, micro_batches), 1, 2, 1).rate > 0
+        assert play(zb_v(stages, micro_batches), 1, 2, 1).rate > 0
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
@@ -99,9 +99,9 @@ def test_in_flight(stages: int, micro_batches: int) -> None:
     def most(program: Any) -> list[float]:
         return [max(program.in_flight(device)) for device in range(stages)]
 
-    assert most(zb_h1.program(stages, micro_batches)) == [min(micro_batches, stages)] * stages
-    assert most(zb_h2.program(stages, micro_batches)) == [min(micro_batches, 2 * stages - 1)] * stages
-    held = most(zb_v.program(stages, micro_batches))
+    assert most(zb_h1(stages, micro_batches)) == [min(micro_batches, stages)] * stages
+    assert most(zb_h2(stages, micro_batches)) == [min(micro_batches, 2 * stages - 1)] * stages
+    held = most(zb_v(stages, micro_batches))
     assert max(held) == held[-1] == min(micro_batches, stages)
     if micro_batches >= 2 * stages - 1:
         assert held == [stages] * stages

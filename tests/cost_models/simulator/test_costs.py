@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.program import Action, linear_program
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.schedules.action import Action, linear_program
-from pplan.cost_models.simulator.costs import Costs, recompute_shares
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
 PROGRAM = find_schedule("1f1b").program(3, 4)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.program import Action, Program, StageSlot, linear_program
+from pplan.cost_models.program_order import resolve_order
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator.dependencies import resolve_order
 
 F0, B0, W0, F1, B1 = Action("F", 0), Action("B", 0), Action("W", 0), Action("F", 1), Action("B", 1)
 LOOP = (tuple(StageSlot(device, chunk) for chunk in range(2) for device in range(2)),)

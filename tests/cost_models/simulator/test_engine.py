@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pplan.cost_models import simulator
 from pplan.cost_models.errors import MachineError, UsageError
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator import loops
-from pplan.cost_models.simulator.costs import TRANSFERS, Costs, Transfers
-from pplan.cost_models.simulator.dependencies import resolve_order
+from pplan.cost_models.program import Action, Program, StageSlot, linear_program
+from pplan.cost_models.program_order import resolve_order
+from pplan.cost_models.step_costs import TRANSFERS, Costs, Transfers
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
 
 Node = tuple[str, int, int]
@@ -453,8 +453,10 @@ def loops_of_numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        own = loops.CompiledLoops(loops.run_in_order, loops.run_by_events, loops.run_many_in_order)
-        monkeypatch.setattr(loops, "compiled_loops", lambda: own)
+        own = simulator.CompiledLoops(
+            simulator.run_in_order, simulator.run_by_events, simulator.run_many_in_order
+        )
+        monkeypatch.setattr(simulator, "compiled_loops", lambda: own)
 
 
 @pytest.mark.usefixtures("loops_of_numba")
@@ -488,8 +490,8 @@ def test_numba_changes_no_bit(transfers: Transfers, launches: bool, links: int) 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     program = linear_program([[Action("F", 0), Action("B", 0)]])
     costs = Costs(forward=np.ones((1, 1, 1)), backward=np.ones((1, 1, 1)))
-    loops.compiled_loops.cache_clear()
-    monkeypatch.setattr(loops, "available", lambda: False)
+    simulator.compiled_loops.cache_clear()
+    monkeypatch.setattr(simulator, "available", lambda: False)
     assert simulate(program, costs, "auto").step_seconds == 2
     with pytest.raises(MachineError, match="numba is not installed"):
         simulate(program, costs, "numba")
@@ -517,9 +519,9 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
 
 
 def test_auto_starts_numba_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    loops.compiled_loops.cache_clear()
-    monkeypatch.setattr(loops, "_spent", 0.0)
-    monkeypatch.setattr(loops, "available", lambda: True)
-    assert [loops.worth_starting(seconds) for seconds in (1.0, 1.5, 0.4, 0.2)] == [False] * 3 + [True]
-    monkeypatch.setattr(loops, "available", lambda: False)
-    assert not loops.worth_starting(1000.0)
+    simulator.compiled_loops.cache_clear()
+    monkeypatch.setattr(simulator, "_spent", 0.0)
+    monkeypatch.setattr(simulator, "available", lambda: True)
+    assert [simulator.worth_starting(seconds) for seconds in (1.0, 1.5, 0.4, 0.2)] == [False] * 3 + [True]
+    monkeypatch.setattr(simulator, "available", lambda: False)
+    assert not simulator.worth_starting(1000.0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.linear import LinearCosts, linear_ends
-from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
+from pplan.cost_models.simulator import LinearCosts, linear_ends
+from pplan.cost_models.step_costs import PipelineCosts
 from pplan.cost_models.timeline import device_ends
 
 

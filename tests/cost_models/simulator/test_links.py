@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import stage_costs
 from pplan.cost_models.timeline import Timeline, simulate
 
 

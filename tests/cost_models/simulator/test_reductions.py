@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator.costs import Costs, recompute_shares
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
 TWO = find_schedule("gpipe").program(2, 1)

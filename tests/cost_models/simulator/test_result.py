@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
-from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
-from pplan.cost_models.simulator.costs import TRANSFERS, Transfers
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import TRANSFERS, Transfers, stage_costs
 from pplan.cost_models.timeline import StageTime, Transfer, simulate
 
 TWO = find_schedule("gpipe").program(2, 2)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.timeline import PipelineCosts, simulate
+from pplan.cost_models.step_costs import PipelineCosts
+from pplan.cost_models.timeline import simulate
 
 
 def test_the_longest_stage_is_from_its_first_start_to_its_last_end() -> None:

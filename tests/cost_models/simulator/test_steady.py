@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import Action, Program, StageSlot, find_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
-from pplan.cost_models.simulator.steady import steady_state
+from pplan.cost_models.program import Action, Program, StageSlot
+from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.step_costs import stage_costs
+from pplan.cost_models.timeline import steady_state
 
 PROGRAM = find_schedule("pipedream").program(3, 60)
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Offload, Tokens, offload_tensors

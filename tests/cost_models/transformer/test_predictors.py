@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import Matmul
 from pplan.cost_models.transformer.layer_table import LayerTable

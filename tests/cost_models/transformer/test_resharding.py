@@ -9,8 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.resharding import StageDevices, message_bytes, resharding_seconds
 

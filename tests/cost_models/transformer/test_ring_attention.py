@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.block_kernels import block_work
 from pplan.cost_models.transformer.kernel_table import AttentionKernel, Collective, Kernel, RingAttention
 from pplan.cost_models.transformer.layer_work import LayerWork, Tokens

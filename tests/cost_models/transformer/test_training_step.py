@@ -15,9 +15,8 @@ import pytest
 from published_gpu import MeasuredLinks
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import (
     AttentionKernel,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.costs import Hosts
+from pplan.cost_models.step_costs import Hosts
 from pplan.cost_models.timeline import simulate
 from pplan.planner.cut_search.cut_bound import (
     count_critical_path,

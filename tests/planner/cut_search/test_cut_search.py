@@ -13,8 +13,8 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.schedule_text import register_schedule
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan, linear_pipeline

@@ -11,10 +11,9 @@ from math import inf
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.hardware import Group
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.topology import Group, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.cut_search.device_choices import MOST_LISTED, MOST_TAKEN, DeviceChooser
 from pplan.planner.cut_search.schedule_search import search_schedules

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.cost_models.arguments import list_declarations
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.option_fields import list_declarations
 from pplan.planner.degrees.degree_options import DegreeOptions
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.layer_table import LIBRARIES, LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees

@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import two_level_topology
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_step import estimate_stages

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees

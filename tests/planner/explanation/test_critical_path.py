@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import SCHEDULES, Program, find_schedule
-from pplan.cost_models.simulator.costs import TRANSFERS, Array, Costs
+from pplan.cost_models.program import Program
+from pplan.cost_models.schedules import SCHEDULES, find_schedule
+from pplan.cost_models.step_costs import TRANSFERS, Array, Costs
 from pplan.cost_models.timeline import simulate
 from pplan.planner.explanation.critical_path import Segment, critical_path
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.number_format import percent
+from pplan.cost_models.quantities import percent
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.least_cost import least_cost

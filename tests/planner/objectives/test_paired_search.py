@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.step_costs import stage_costs
 from pplan.cost_models.timeline import simulate
 from pplan.planner.asynchronous import (
     assemble_endless,

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.simulator.steady import steady_state
+from pplan.cost_models.timeline import steady_state
 from pplan.planner.asynchronous import assemble_endless, asynchronous_notes, pace, steady_seconds
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.objectives import throughput as throughput_module

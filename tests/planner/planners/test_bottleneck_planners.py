@@ -8,11 +8,9 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from pplan.cost_models.collectives import all_reduce_seconds
+from pplan.cost_models.collectives import Routes, all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, total
-from pplan.cost_models.port_sharing import Routes
-from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.balance import balance
 from pplan.planner.candidate import Proposal

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.program_order import Order, resolve_order
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator.costs import Costs
-from pplan.cost_models.simulator.dependencies import Order, resolve_order
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.balance import balance

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
-from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.runtime import find_runtime
-from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import PipelineConfig, pipeline_configs
 from pplan.planner.objectives.throughput import plan_asynchronous

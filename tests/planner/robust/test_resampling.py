@@ -15,8 +15,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.schedules import Program
-from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.program import Program
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan

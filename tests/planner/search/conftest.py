@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pplan.cost_models.communication import exposed_all_reduce_seconds
+from pplan.cost_models.collectives import exposed_all_reduce_seconds
 from pplan.cost_models.layer import Chain, LayerCosts
-from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.memory import StageBytes, ledger, total
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.stage_bytes import StageBytes
-from pplan.cost_models.timeline import PipelineCosts, step_seconds
+from pplan.cost_models.step_costs import PipelineCosts
+from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.search.family import Family

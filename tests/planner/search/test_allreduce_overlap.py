@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pplan.cost_models.communication import exposed_all_reduce_seconds, gradient_buckets
+from pplan.cost_models.collectives import exposed_all_reduce_seconds, gradient_buckets
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.search.space import Space

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds, reduce_scatter_seconds
-from pplan.cost_models.layer import Chain
-from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.layer import Chain, TiedWeight
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Mode, PipelineConfig, Proposal
 from pplan.planner.scoring import fastest

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import cached_program
-from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
+from pplan.cost_models.step_costs import PipelineCosts
 from pplan.cost_models.timeline import simulate
 from pplan.planner.candidate import PipelineConfig
 from pplan.planner.search import pipelines

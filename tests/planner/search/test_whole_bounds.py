@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.simulator.costs import Hosts
+from pplan.cost_models.step_costs import Hosts
 from pplan.planner.candidate import Mode, PipelineConfig
 from pplan.planner.search.bounds_1f1b import whole_bound_1f1b
 from pplan.planner.search.bounds_gpipe import whole_bound_gpipe

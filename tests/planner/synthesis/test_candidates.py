@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.device_memory import bytes_by_action
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import FRAGMENTATION_RESERVE, Recompute
+from pplan.cost_models.memory import FRAGMENTATION_RESERVE, Recompute, bytes_by_action
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology

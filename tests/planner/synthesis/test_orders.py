@@ -14,13 +14,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pplan.cost_models.device_memory import bytes_by_action
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import Recompute
-from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
-from pplan.cost_models.simulator.costs import Costs
-from pplan.cost_models.stage_bytes import StageBytes
+from pplan.cost_models.memory import Recompute, StageBytes, bytes_by_action
+from pplan.cost_models.program import Action, Program, StageSlot
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import PipelineConfig, ScoredPlan, linear_pipeline, replicated_pipeline

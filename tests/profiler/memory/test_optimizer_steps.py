@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.cost_models.memory import Training
+from pplan.cost_models.memory import StageBytes, Training
 from pplan.cost_models.optimizers import Precision, StepKernels
-from pplan.cost_models.stage_bytes import StageBytes
 from pplan.profiler.memory.live_bytes import LiveBytes
 
 SIZES = (30_000, 100_000, 100_000, 20_000)

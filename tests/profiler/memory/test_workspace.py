@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.cost_models.stage_bytes import stage_workspace, workspace_before_loss
+from pplan.cost_models.memory import stage_workspace, workspace_before_loss
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.memory.live_bytes import CpuAllocations, LiveBytes, Meter, build_meter, lasting

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pplan.cost_models.schedules import SCHEDULES, Action, Program
-from pplan.cost_models.schedules.registration import register_schedule
-from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.program import Action, Program
+from pplan.cost_models.schedule_text import register_schedule
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.step_costs import stage_costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.runtimes.torch_actions import action_rows, build_program
 

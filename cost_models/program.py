@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import UsageError
+from .errors import UsageError
 
 Kind = Literal["F", "B", "W"]
 Number = TypeVar("Number", int, float)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
-from ..schedules.action import Action, Program
+from .errors import UsageError
+from .program import Action, Program
 
 Indices = npt.NDArray[np.int64]
 NONE = -1

@@ -1,0 +1,697 @@
+"""What actions and transfers of a program take, how its runtime runs them, and when hosts launch them.
+
+`Costs` holds seconds by device, chunk and micro-batch; `lower_costs` turns them into one value for each
+action of a program, in the order of the clock, as the simulator takes them.
+
+Hosts launch actions ahead of the devices, for which they never wait.
+Where each device has its own host, a process a device, its launches follow one another in the order of its
+list. Where one process drives all devices, it launches from several threads:
+
+  forwards one after another, in the order of the clock. torchgpipe and FairScale have a worker thread a
+    device for them, but what launches is Python, and threads take turns with Python's lock. PyTorch lets go
+    of the lock inside each operation, so that some of it may overlap: one after another is the most it takes;
+  backwards from a thread a device: PyTorch's autograd engine has one for each CUDA device (engine.cpp, "Note
+    [Allocating GPUs to autograd threads]"), and its operations are launched without Python. A backward's
+    launch begins when that of the place its gradients come from has ended, on the host, whatever the devices
+    have done by then;
+  what a backward runs again of its forward first, one after another, too. It is Python, launched until
+    PyTorch 2.5 by the thread that called backward, as its node receives no gradient (a queue was chosen by
+    the device of the gradients), and since by that of its device (pull request 135633).
+
+The process goes from forwards to backwards and back as the clock does: backward() is called after the
+forwards before it, and returns when all backwards up to the next forward are launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .collectives import Loads, TiedSum
+from .errors import UsageError
+from .program import Program
+from .program_order import NONE, Indices, Order
+
+Array = npt.NDArray[np.float64]
+Transfers = Literal["overlapped", "blocking", "blocking-receive", "rendezvous"]
+TRANSFERS: tuple[Transfers, ...] = ("overlapped", "blocking", "blocking-receive", "rendezvous")
+Hosts = Literal["one", "each"]
+
+
+def find_transfers(name: str) -> Transfers:
+    """How a runtime goes about transfers, by its word. Raises UsageError."""
+    for word in TRANSFERS:
+        if name == word:
+            return word
+    raise UsageError(f"transfers {name!r}: not known", f"Use one of: {', '.join(TRANSFERS)}.")
+
+
+_BY_ACTION = (
+    "forward",
+    "backward",
+    "weight",
+    "accumulation",
+    "recompute",
+    "forward_launch",
+    "backward_launch",
+    "weight_launch",
+    "recompute_launch",
+)
+_BY_CUT = ("forward_occupancy", "forward_latency", "backward_occupancy", "backward_latency")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Costs:
+    """Seconds of any program; for many candidates side by side, one more axis at the end of every array but
+    `links`.
+
+    By (device, chunk, micro-batch), an axis along which nothing changes may be 1 long:
+      `forward`, `backward`, and `weight` where the gradient of the weights is computed apart: then `backward`
+      is that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`,
+      where there is one) the first backward of a chunk does not take, as there are no gradients to add to.
+      `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
+      `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
+      `recompute_launch`: what of `backward_launch`, at its beginning, launches the forward again; None:
+      nothing.
+    By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
+      `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
+      gradients. A transfer between chunks of one device is free.
+    By device: `overhead` of each action, `optimizer` of an update. By (device, chunk): `all_reduce` of the
+      gradients.
+
+    `links` (devices, devices): the link from one device to another, -1 for one that carries any number of
+    transfers at a time; None: each ordered pair has its own. A link carries one transfer at a time, in the
+    order in which they are ready, for its occupancy; the latency follows and occupies nothing.
+
+    `reduce_loads`: by part of the layers whose all-reduce goes through ports that others go through as well,
+    the seconds for which it takes each of them (see `PortSharing`). `port_seconds`: for how long the most
+    loaded port is taken: no step is shorter.
+
+    `transfers`, by what a device does meanwhile:
+      "overlapped": it computes on.
+      "blocking": a device starts nothing until what its last action sent has arrived. The receiver takes it
+        beside its computing.
+      "blocking-receive": a transfer begins when, besides, the action before the one it is for has ended on
+        the receiving device, which waits; the sender computes on.
+      "rendezvous": both. What a device sends of one action and receives for the next is posted together when
+        the former ends (as by torch.distributed.batch_isend_irecv); a transfer begins when both sides have
+        posted it, and the next action when both have arrived. Some schedules hang so, and are refused.
+
+    `hosts`: actions are launched ahead of the devices, by "one" process that drives all of them, forwards one
+    after another and backwards from a thread a device, or by the host of "each" device in the order of its
+    list; see above. An action neither starts before its launch starts nor ends before its launch ends.
+
+    All-reduces go on beside all else. A chunk's gradients are ready when its last backward ends, or in
+    `buckets` equal parts while it runs; each device has one all-reduce under way at a time. Where several
+    places compute the same part of the layers (replicas, Chimera's directions), all of them take part.
+    `tied`: sums of the gradients of weights that several parts use, one after another; each begins when all
+    its devices have run their lists and ended their own all-reduces and earlier sums.
+    """
+
+    forward: Array
+    backward: Array
+    weight: Array | None = None
+    accumulation: Array | None = None
+    recompute: Array | None = None
+    forward_launch: Array | None = None
+    backward_launch: Array | None = None
+    weight_launch: Array | None = None
+    recompute_launch: Array | None = None
+    forward_occupancy: Array | None = None
+    forward_latency: Array | None = None
+    backward_occupancy: Array | None = None
+    backward_latency: Array | None = None
+    overhead: Array | None = None
+    optimizer: Array | None = None
+    all_reduce: Array | None = None
+    links: npt.NDArray[np.int64] | None = None
+    reduce_loads: Mapping[int, Loads] = field(default_factory=dict)
+    port_seconds: float = 0.0
+    tied: tuple[TiedSum, ...] = ()
+    transfers: Transfers = "overlapped"
+    hosts: Hosts = "one"
+    buckets: int = 1
+
+    @property
+    def candidates(self) -> int | None:
+        """Candidates side by side; None where the costs are of one, without that axis."""
+        return self.forward.shape[3] if self.forward.ndim == 4 else None
+
+    @staticmethod
+    def side_by_side(candidates: Sequence[Costs]) -> Costs:
+        """Many in one, of the same runtime and links; all have an array or none has it."""
+        stacked: dict[str, Any] = {}
+        for name in _ARRAYS:
+            arrays = [getattr(costs, name) for costs in candidates]
+            if any(values is None for values in arrays) and any(values is not None for values in arrays):
+                raise UsageError(f"{name} is None for some candidates", "Give it to all, or to none.")
+            if arrays[0] is not None:
+                stacked[name] = np.stack(np.broadcast_arrays(*arrays), axis=-1)
+        return replace(candidates[0], **stacked)
+
+    def arrays(self) -> dict[str, Array]:
+        """All seconds and shares that are given, by name."""
+        arrays = ((name, getattr(self, name)) for name in _ARRAYS)
+        return {name: values for name, values in arrays if values is not None}
+
+    def candidate(self, index: int) -> Costs:
+        """The costs of one of many candidates."""
+        arrays: dict[str, Any] = {name: values[..., index] for name, values in self.arrays().items()}
+        return replace(self, **arrays)
+
+    def check(self, program: Program) -> None:
+        """Raises UsageError, with the argument, where a shape or a value cannot be."""
+        devices, chunks = ("stages", program.devices), ("chunks", program.chunks)
+        by_action = (devices, chunks, ("micro-batches", program.micro_batches))
+        by_cut = (("pipes", len(program.pipes)), ("cuts", program.slots - 1))
+        shapes: dict[str, Any] = {
+            "all_reduce": (devices, chunks),
+            "overhead": (devices,),
+            "optimizer": (devices,),
+        }
+        shapes |= dict.fromkeys(_BY_ACTION, by_action) | dict.fromkeys(_BY_CUT, by_cut)
+        many = () if self.candidates is None else (("candidates", self.candidates),)
+        for name, shape in shapes.items():
+            values = getattr(self, name)
+            if values is not None:
+                check_shape(name, values, (*shape, *many))
+                (check_share if name == "recompute" else check_finite)(name, values)
+        if self.weight is None and program.splits_backward:
+            raise UsageError(
+                "weight is None, and the program has W's", "Give the seconds of the weight gradient."
+            )
+        self._check_runtime(program)
+
+    def _check_runtime(self, program: Program) -> None:
+        check_count("buckets", self.buckets)
+        if self.tied and program.update_every is not None:
+            raise UsageError(
+                f"{self.tied[0].name} is on several stages, and each updates its weights by itself",
+                "Keep the layers that use it on one stage.",
+            )
+        for name, words in (("transfers", TRANSFERS), ("hosts", ("one", "each"))):
+            if getattr(self, name) not in words:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r}: not known", f"Use one of: {', '.join(words)}."
+                )
+        if (self.forward_launch is None) != (self.backward_launch is None):
+            raise UsageError("one of forward_launch and backward_launch is None", "Give both or neither.")
+        if self.recompute_launch is not None and (
+            self.backward_launch is None or (self.recompute_launch > self.backward_launch).any()
+        ):
+            raise UsageError(
+                "recompute_launch is a part of backward_launch, and longer",
+                "Give what backward_launch has of it.",
+            )
+        if self.links is not None and self.links.shape != (program.devices,) * 2:
+            raise UsageError(
+                f"links of shape {self.links.shape} for {program.devices} stages",
+                f"Give a link from each to each: ({program.devices}, {program.devices}).",
+            )
+
+
+_ARRAYS = (*_BY_ACTION, *_BY_CUT, "overhead", "optimizer", "all_reduce")
+
+
+def recompute_shares(mode: str | Sequence[str], program: Program) -> Array:
+    """The share of the forward that every B runs again, shape (devices, 1, micro-batches).
+
+    `mode`, one word or one a device: "never"; "always"; "except_last", all micro-batches but the last
+    (torchgpipe).
+    """
+    modes = [mode] * program.devices if isinstance(mode, str) else list(mode)
+    if len(modes) != program.devices:
+        raise UsageError(
+            f"recompute: {len(modes)} words for {program.devices} stages",
+            "Give one word, or one for each stage.",
+        )
+    shares = np.zeros((program.devices, 1, program.micro_batches))
+    for own, word in zip(shares, modes, strict=True):
+        if word not in ("never", "always", "except_last"):
+            raise UsageError(f"recompute {word!r}: not known", "Use one of: never, always, except_last.")
+        own[:] = 0.0 if word == "never" else 1.0
+        if word == "except_last":
+            own[:, -1] = 0.0
+    return shares
+
+
+def check_finite(name: str, values: Any) -> None:
+    """Raises UsageError unless all are finite and none is negative."""
+    array = np.asarray(values)
+    if array.size and not (array.min() >= 0 and array.max() < np.inf):
+        bad = array[~(np.isfinite(array) & (array >= 0))]
+        raise UsageError(f"{name} holds {bad.flat[0]}", "Costs must be finite and not negative.")
+
+
+def check_share(name: str, values: Any) -> None:
+    """Raises UsageError unless all lie between 0 and 1."""
+    check_finite(name, values)
+    if np.max(values, initial=0.0) > 1:
+        raise UsageError(f"{name} holds {np.max(values)}", "A share lies between 0 and 1.")
+
+
+def check_count(name: str, value: int) -> None:
+    """Raises UsageError unless it is 1 or more."""
+    if value < 1:
+        raise UsageError(f"{name} {value}: must be at least 1", "Give a count of 1 or more.")
+
+
+def check_shape(name: str, values: Any, shape: tuple[tuple[str, int], ...]) -> None:
+    """Raises UsageError where an axis has neither the length it is to have nor 1."""
+    lengths = np.shape(values)
+    expected = tuple(length for _, length in shape)
+    fits = len(lengths) == len(expected) and all(n in (1, m) for n, m in zip(lengths, expected, strict=True))
+    if not fits:
+        words = ", ".join(f"{name} {length}" for name, length in shape)
+        raise UsageError(
+            f"{name} of shape {lengths}",
+            f"Give ({words}); an axis along which nothing changes may be 1 long.",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineCosts:
+    """Seconds of one plan, or of many side by side.
+
+    `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
+    between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
+    `forward_launch`, `backward_launch` and `recompute_launch` (shape as `forward`) are host seconds, of
+    `hosts`, as of `Costs`; None: no host is late. `all_reduce` (stages,) follows the last backward of a
+    stage; `accumulation` (stages,) is what its first backward does not take.
+    """
+
+    forward: Array
+    backward: Array
+    occupancy: Array
+    latency: Array
+    forward_launch: Array | None = None
+    backward_launch: Array | None = None
+    recompute_launch: Array | None = None
+    all_reduce: Array | None = None
+    accumulation: Array | None = None
+    hosts: Hosts = "one"
+
+    def candidate(self, index: int) -> PipelineCosts:
+        """The costs of one of many candidates."""
+        arrays: dict[str, Any] = {name: values[..., index] for name, values in self._arrays()}
+        return replace(self, **arrays)
+
+    def _arrays(self) -> Iterator[tuple[str, Array]]:
+        """All seconds that are given, by name."""
+        for own in fields(self):
+            values = getattr(self, own.name)
+            if isinstance(values, np.ndarray):
+                yield own.name, values
+
+    def check(self, stages: int, micro_batches: int) -> None:
+        """Raises UsageError where a shape or a value cannot be."""
+        if self.forward.shape[:2] != (stages, micro_batches) or self.backward.shape[:2] != (
+            stages,
+            micro_batches,
+        ):
+            raise UsageError(
+                f"costs of shape {self.forward.shape} and {self.backward.shape} for {stages} stages and "
+                f"{micro_batches} micro-batches",
+                f"Give forward and backward as ({stages}, {micro_batches}).",
+            )
+        for name, values in self._arrays():
+            if len(values) != (stages - 1 if name in ("occupancy", "latency") else stages):
+                raise UsageError(
+                    f"{name} has {len(values)} entries for {stages} stages",
+                    "Give one an entry a stage (transfers: one a boundary, one less than stages).",
+                )
+            check_finite(name, values)
+
+    def general(self) -> Costs:
+        """The same for the engine: stages of one chunk, one pipe."""
+
+        def chunk(values: Array | None) -> Array | None:
+            return None if values is None else values[:, None]
+
+        return Costs(
+            forward=self.forward[:, None],
+            backward=self.backward[:, None],
+            forward_launch=chunk(self.forward_launch),
+            backward_launch=chunk(self.backward_launch),
+            recompute_launch=chunk(self.recompute_launch),
+            forward_occupancy=self.occupancy[None],
+            forward_latency=self.latency[None],
+            backward_occupancy=self.occupancy[None],
+            backward_latency=self.latency[None],
+            all_reduce=chunk(self.all_reduce),
+            accumulation=None if self.accumulation is None else self.accumulation[:, None, None],
+            hosts=self.hosts,
+        )
+
+
+def uniform_costs(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer_latency: float = 0.0
+) -> PipelineCosts:
+    """Costs of stages whose micro-batches all cost the same, seconds; transfers are latency only."""
+    cuts = max(len(forward) - 1, 0)
+    return PipelineCosts(
+        forward=np.repeat(np.asarray(forward, dtype=np.float64)[:, None], micro_batches, axis=1),
+        backward=np.repeat(np.asarray(backward, dtype=np.float64)[:, None], micro_batches, axis=1),
+        occupancy=np.zeros(cuts),
+        latency=np.full(cuts, transfer_latency),
+    )
+
+
+def stage_costs(
+    program: Program,
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    weight: float | Sequence[float] | None = None,
+    transfer_latency: float = 0.0,
+) -> Costs:
+    """Costs of a program from the seconds of its stages: one value, or one a stage. Transfers: latency only.
+
+    Stages are counted along each pipe (Chimera: both directions have the same first stage); where a device
+    holds several places of a pipe, each takes an equal part of the stage's seconds. With `weight`, `backward`
+    is the gradient of the input.
+    """
+    stages = len({place.device for place in program.pipes[0]})
+    latency = np.full((1, program.slots - 1), float(transfer_latency))
+    return Costs(
+        forward=_by_chunk(program, "forward", forward, stages),
+        backward=_by_chunk(program, "backward", backward, stages),
+        weight=None if weight is None else _by_chunk(program, "weight", weight, stages),
+        forward_latency=latency,
+        backward_latency=latency,
+    )
+
+
+def _by_chunk(program: Program, name: str, seconds: float | Sequence[float], stages: int) -> Array:
+    array = np.atleast_1d(np.asarray(seconds, dtype=np.float64))
+    if array.shape not in ((1,), (stages,)):
+        raise UsageError(
+            f"{name}: {array.size} values for {stages} stages", "Give one value, or one for each stage."
+        )
+    check_finite(name, array)
+    values = np.broadcast_to(array, stages)
+    table = np.zeros((program.devices, program.chunks, 1))
+    for pipe in program.pipes:
+        along = list(dict.fromkeys(place.device for place in pipe))
+        for device, chunk in pipe:
+            table[device, chunk] = values[along.index(device)] / program.parts
+    return table
+
+
+class Launches(NamedTuple):
+    """Seconds of each action's launch: when it starts and ends; `repeat`: what of it, at its beginning,
+    launches a forward again, where one process drives all devices."""
+
+    start: Array
+    end: Array
+    repeat: Array | None
+
+
+def time_launches(order: Order, costs: Costs, seconds: Array, repeat: Array | None) -> Launches:
+    """Of launches that take so many seconds, (actions,) or (actions, candidates), what is launched again
+    included."""
+    if costs.hosts == "one":
+        return _of_process(order, seconds, repeat)
+    start, end = np.zeros_like(seconds), np.zeros_like(seconds)
+    for device in range(order.program.devices):
+        own = np.flatnonzero(order.device == device)
+        end[own] = np.cumsum(seconds[own], axis=0)
+        start[own] = np.concatenate([np.zeros_like(end[own[:1]]), end[own[:-1]]])
+    return Launches(start, end, None)
+
+
+def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
+    """`called`: when the last forward was launched; `done`: the last of the backwards; `python`: what a
+    backward runs again."""
+    many = seconds.ndim > 1
+    later: Any = np.maximum if many else max
+    rows = list(seconds) if many else seconds.tolist()
+    repeats = _rows_repeated(repeat, many, len(order))
+    called = done = python = 0 * rows[0]
+    threads = [called] * order.program.devices
+    starts, ends = [], list[Any]()
+    columns = (order.kind.tolist(), order.lists["device"], order.lists["source"], rows, repeats)
+    for kind, device, source, own, again in zip(*columns, strict=True):
+        if kind == 0:
+            begins = later(called, done)
+            finishes = called = python = begins + own
+        else:
+            begins = later(threads[device], called)
+            if source != NONE:
+                begins = later(begins, ends[source])
+            if again is not None:
+                begins = _after_python(begins, python, again)
+                python = later(python, begins + again)
+            finishes = threads[device] = begins + own
+            done = later(done, finishes)
+        starts.append(begins)
+        ends.append(finishes)
+    return Launches(np.array(starts), np.array(ends), repeat)
+
+
+def _rows_repeated(repeat: Array | None, many: bool, count: int) -> list[Any]:
+    """By action what is launched again; None where nothing is."""
+    if repeat is None:
+        return [None] * count
+    if not many:
+        return [seconds or None for seconds in repeat.tolist()]
+    return [seconds if seconds.any() else None for seconds in repeat]
+
+
+def _after_python(begins: Any, python: Any, again: Any) -> Any:
+    """When a launch begins that takes Python first; of candidates, those that launch something again."""
+    if isinstance(begins, np.ndarray):
+        return np.where(again > 0, np.maximum(begins, python), begins)
+    return max(begins, python)
+
+
+def preceding_launches(order: Order, costs: Costs, launches: Launches) -> Indices:
+    """By action, another one, when whose launch, or what that launches again, ends, its own launch starts;
+    -1: at the beginning of the step."""
+    before = np.full(len(order), NONE)
+    for i, others in enumerate(_waits(order, costs, launches)):
+        for j, until in others:
+            if launches.start[i] > 0 and until == launches.start[i]:
+                before[i] = j
+                break
+    return before
+
+
+def _waits(order: Order, costs: Costs, launches: Launches) -> Iterator[list[tuple[int, float]]]:
+    """For each action in the order of the clock, the launches that its own waits for, and until when."""
+    last: dict[int, tuple[int, float]] = {}
+    called = python = done = (NONE, 0.0)
+    for i, device in enumerate(order.lists["device"]):
+        start, end = float(launches.start[i]), float(launches.end[i])
+        own, source = last.get(device, (NONE, 0.0)), order.lists["source"][i]
+        last[device] = (i, end)
+        if costs.hosts == "each":
+            yield [own]
+        elif order.kind[i] == 0:
+            yield [called, done]
+            called = python = (i, end)
+        else:
+            again = 0.0 if launches.repeat is None else float(launches.repeat[i])
+            sender = [] if source == NONE else [(source, float(launches.end[source]))]
+            yield [own, *sender, called, *([python] if again else [])]
+            python = max(python, (i, start + again), key=lambda one: one[1]) if again else python
+            done = max(done, (i, end), key=lambda one: one[1])
+
+
+FREE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class ActionCosts:
+    """Arrays of one entry an action; for many candidates, a second axis.
+
+    `link`: what the action's transfer occupies, -1 nothing; `cut`: the row of its `occupancy` and `latency`.
+    `launches`: when its launch starts and ends; None where the host is never late.
+    """
+
+    order: Order
+    costs: Costs
+    duration: Array
+    cut: Indices
+    occupancy: Array
+    latency: Array
+    link: Indices
+    links: int
+    launches: Launches | None
+
+
+def lower_costs(order: Order, costs: Costs) -> ActionCosts:
+    """The costs of a program. Raises UsageError for costs that cannot be."""
+    costs.check(order.program)
+    cut, occupancy, latency = _transfers(order, costs)
+    link = _links(order, costs, cut, occupancy)
+    return ActionCosts(
+        order=order,
+        costs=costs,
+        duration=_durations(order, costs),
+        cut=cut,
+        occupancy=occupancy,
+        latency=latency,
+        link=link,
+        links=int(link.max(initial=FREE)) + 1,
+        launches=_launches(order, costs),
+    )
+
+
+def _empty(order: Order, costs: Costs) -> Array:
+    return np.zeros((len(order),) if costs.candidates is None else (len(order), costs.candidates))
+
+
+def _at(order: Order, table: Array, actions: Indices) -> Array:
+    """Values of a table by (device, chunk, micro-batch), for these actions."""
+    columns = (order.device, order.chunk, order.micro_batch)
+    index = tuple(
+        column[actions] if length > 1 else 0 for column, length in zip(columns, table.shape[:3], strict=True)
+    )
+    values: Array = table[index]
+    return values
+
+
+def _shares(order: Order, actions: Indices, like: Array) -> Array | float:
+    """The part of a micro-batch that each action works on."""
+    if order.program.shares is None:
+        return 1.0
+    shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch[actions]]
+    return shares.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _durations(order: Order, costs: Costs) -> Array:
+    durations = _empty(order, costs)
+    forwards, backwards, weights = order.of_kind
+    durations[forwards] = _at(order, costs.forward, forwards)
+    durations[backwards] = _at(order, costs.backward, backwards)
+    if costs.weight is not None:
+        whole = backwards[~order.splits[backwards]]
+        durations[whole] += _at(order, costs.weight, whole)
+        durations[weights] = _at(order, costs.weight, weights)
+    if costs.accumulation is not None:
+        durations[order.first_backwards] -= _at(order, costs.accumulation, order.first_backwards)
+    if costs.recompute is not None:
+        durations[backwards] += recompute_seconds(order, costs, backwards)
+    if order.program.shares is not None:
+        everything = np.arange(len(order))
+        durations *= _shares(order, everything, durations)
+    if costs.overhead is not None:
+        durations += costs.overhead[order.device if len(costs.overhead) > 1 else 0]
+    updates = update_actions(order)
+    if costs.optimizer is not None and len(updates):
+        seconds = costs.optimizer[order.device[updates] if len(costs.optimizer) > 1 else 0]
+        durations[updates] += seconds / order.program.parts
+    return durations
+
+
+def recompute_seconds(order: Order, costs: Costs, backwards: Indices) -> Array:
+    """Seconds of the forward that these backwards run again (of a whole micro-batch)."""
+    assert costs.recompute is not None
+    return _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
+
+
+def update_actions(order: Order) -> Indices:
+    """Actions after which a chunk's weights are updated at once (asynchronous schedules)."""
+    every = order.program.update_every
+    if every is None:
+        return np.zeros(0, dtype=np.int64)
+    finishing = np.flatnonzero(order.finishing)
+    chunk = order.device[finishing] * order.program.chunks + order.chunk[finishing]
+    sorted_by_chunk = finishing[np.argsort(chunk, kind="stable")]
+    ordered = np.sort(chunk)
+    first = np.searchsorted(ordered, ordered)
+    nth = np.arange(len(ordered)) - first + 1
+    return np.sort(sorted_by_chunk[nth % every == 0])
+
+
+def _transfers(order: Order, costs: Costs) -> tuple[Indices, Array, Array]:
+    """For each action a row, and by row the occupancy and the latency of its transfer."""
+    occupancy = _by_cut(order, costs, costs.forward_occupancy, costs.backward_occupancy)
+    latency = _by_cut(order, costs, costs.forward_latency, costs.backward_latency)
+    if order.program.shares is None:
+        return order.cut, occupancy, latency
+    everything = np.arange(len(order))
+    occupancy = occupancy[order.cut]
+    return everything, occupancy * _shares(order, everything, occupancy), latency[order.cut]
+
+
+def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array | None) -> Array:
+    """Both directions in one table, and a row of zeros at the end for actions that send nothing."""
+    pipes, cuts = len(order.program.pipes), order.program.slots - 1
+    candidates = () if costs.candidates is None else (costs.candidates,)
+    table = np.zeros((2 * pipes * cuts + 1, *candidates))
+    for direction, amounts in enumerate((forward, backward)):
+        if amounts is not None:
+            rows = np.broadcast_to(amounts, (pipes, cuts, *candidates)).reshape(pipes * cuts, *candidates)
+            table[direction * pipes * cuts : (direction + 1) * pipes * cuts] = rows
+    return table
+
+
+def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indices:
+    """The link of each action's transfer, numbered from 0; none where nothing ever occupies it."""
+    if not occupancy.any():
+        return np.full(len(order), FREE)
+    if costs.links is None:
+        return order.pair_link
+    link = np.full(len(order), FREE)
+    sends = order.sends
+    link[sends] = costs.links[order.device[sends], order.device[order.target[sends]]]
+    occupied = np.any(occupancy.reshape(len(occupancy), -1), axis=1)[cut]
+    used = np.flatnonzero(np.bincount(link[occupied & (link >= 0)]))
+    numbers = np.searchsorted(used, link)
+    matches = np.append(used, FREE)[numbers] == link
+    return np.where(matches & (link >= 0), numbers, FREE)
+
+
+def _launches(order: Order, costs: Costs) -> Launches | None:
+    if costs.forward_launch is None or costs.backward_launch is None or _is_never_late(order, costs):
+        return None
+    seconds = _empty(order, costs)
+    forwards, backwards, weights = order.of_kind
+    seconds[forwards] = _at(order, costs.forward_launch, forwards)
+    seconds[backwards] = _at(order, costs.backward_launch, backwards)
+    if costs.weight_launch is not None:
+        whole = backwards[~order.splits[backwards]]
+        seconds[whole] += _at(order, costs.weight_launch, whole)
+        seconds[weights] = _at(order, costs.weight_launch, weights)
+    repeat = None
+    if costs.recompute_launch is not None:
+        repeat = _empty(order, costs)
+        repeat[backwards] = _at(order, costs.recompute_launch, backwards)
+    return time_launches(order, costs, seconds, repeat)
+
+
+def _is_never_late(order: Order, costs: Costs) -> bool:
+    """Whether no device waits for its own host: no action takes longer to launch than to run. An action then
+    starts no earlier than its launch, which begins when all launches before it, as short, have ended."""
+    launches = [costs.forward_launch, costs.backward_launch, costs.weight_launch]
+    if not any(own is not None and own.any() for own in launches):
+        return True
+    if costs.hosts == "one" or order.program.splits_backward or order.program.shares is not None:
+        return False
+    assert costs.forward_launch is not None
+    assert costs.backward_launch is not None
+    backward = costs.backward if costs.accumulation is None else costs.backward - costs.accumulation
+    if costs.recompute is not None:
+        backward = backward + costs.recompute * costs.forward
+    is_short = (costs.forward_launch <= costs.forward).all() and (costs.backward_launch <= backward).all()
+    return bool(is_short) and costs.weight is None
+
+
+def has_static_link_order(values: ActionCosts) -> bool:
+    """Whether the order in which each link serves is known beforehand: that of the clock.
+
+    So it is where all that a link carries comes from one device, whose actions end one after another. Not
+    where a transfer waits for its receiver.
+    """
+    if values.costs.transfers in ("rendezvous", "blocking-receive"):
+        return False
+    if values.costs.links is None:
+        return True
+    on_link = values.link != FREE
+    pairs = set(zip(values.link[on_link].tolist(), values.order.device[on_link].tolist(), strict=True))
+    return len(pairs) == values.links
