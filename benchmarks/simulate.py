@@ -1,4 +1,4 @@
-"""Milliseconds of the simulator, with and without numba: python benchmarks/simulate.py
+"""Milliseconds of the simulator: python benchmarks/simulate.py
 
 Timed is what is done anew for each plan: from its costs, as numpy arrays, to its step seconds, with all
 checks. What is done once for a schedule, its stages and micro-batches (lists of actions, dependencies)
@@ -13,13 +13,11 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 import numpy as np
 
 from pplan.cost_models.program_order import resolve_order
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.simulator import available
 from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
@@ -80,13 +78,11 @@ def row(case: Case) -> str:
         return resolve_order(schedule.program(case.stages, case.micro_batches))
 
     program = schedule.program(case.stages, case.micro_batches)
-    engines: tuple[Literal["python", "numba"], ...] = ("python", "numba") if available() else ("python",)
-    figures = [milliseconds(lambda e=engine: step_seconds(program, given, e)) for engine in engines]  # type: ignore[misc]
-    cells = [f"{figure:>10.3f}" for figure in figures] + [f"{'-':>10}"] * (2 - len(figures))
+    figure = milliseconds(lambda: step_seconds(program, given))
     size = f"{case.stages} x {case.micro_batches}"
     return (
         f"{case.schedule:>8} {size:>9} {case.candidates:>11,} {len(resolve_order(program)):>8,} "
-        f"{case.target_milliseconds:>7g} {' '.join(cells)} {milliseconds(prepared):>8.1f} "
+        f"{case.target_milliseconds:>7g} {figure:>10.3f} {milliseconds(prepared):>8.1f} "
         f"{bytes_an_action(case):>13.0f}"
     )
 
@@ -96,7 +92,7 @@ def bytes_an_action(case: Case) -> float:
     one = costs(case).candidate(0)
     program = find_schedule(case.schedule).program(case.stages, case.micro_batches)
     tracemalloc.start()
-    timeline = simulate(program, one, "python")
+    timeline = simulate(program, one)
     held = len(timeline.spans) + len(timeline.transfers)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -108,8 +104,8 @@ def main() -> None:
     """Prints the table."""
     print(f"Python {platform.python_version()}, numpy {np.__version__}, one core, median of {REPEATS}; ms\n")
     print(
-        f"{'schedule':>8} {'size':>9} {'candidates':>11} {'actions':>8} {'target':>7} {'python':>10} "
-        f"{'numba':>10} {'once':>8} {'bytes/action':>13}"
+        f"{'schedule':>8} {'size':>9} {'candidates':>11} {'actions':>8} {'target':>7} {'taken':>10} "
+        f"{'once':>8} {'bytes/action':>13}"
     )
     for case in CASES:
         print(row(case))

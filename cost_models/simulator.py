@@ -10,260 +10,25 @@ p, and micro-batch m of M,
     GPipe   F at s + m                B at 2 (M + p - 1) - s - m - 1, the last micro-batch first
 
 A stage's ticks come in the order of its actions, and so an array of all stages takes one tick after another
-where `engine` takes one action after another: the same sums and comparisons, and so the same bits. With 256
+where the loops take one action after another: the same sums and comparisons, and so the same bits. With 256
 stages and 4,096 micro-batches these are 8,700 ticks instead of 2,097,152 actions. The replicas of a stage are
 alike, its slowest stands for all: how many devices there are does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from heapq import heappop, heappush
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .collectives import Loads, end_on_ports
-from .errors import MachineError, UsageError
+from .errors import UsageError
 from .program_order import NONE, Indices, Order
-from .step_costs import FREE, ActionCosts, Array, has_static_link_order, recompute_seconds, update_actions
-
-
-def run_in_order(
-    device: Any,
-    source: Any,
-    link: Any,
-    duration: Any,
-    cut: Any,
-    occupancy: Any,
-    latency: Any,
-    launch_start: Any,
-    launch_end: Any,
-    waits: bool,
-    free: Any,
-    link_free: Any,
-    start: Any,
-    end: Any,
-    begin: Any,
-    arrival: Any,
-) -> None:
-    """Where each link serves in the order of the clock: every start is the latest of some ends.
-
-    Inputs by action, in the order of the clock; `launched` and `launch_end` are empty where no host is late.
-    `waits`: a device is busy until what it sent has arrived. Fills `start` and `end`, when each transfer
-    begins and arrives, and `free`, when each device is free.
-    """
-    hosted = len(launch_start) > 0
-    columns = zip(device, source, link, cut, duration)  # noqa: B905 - numba knows no strict
-    for i, (own, sender, line, row, seconds) in enumerate(columns):
-        begins = free[own]
-        if sender >= 0 and arrival[sender] > begins:
-            begins = arrival[sender]
-        ends = begins + seconds
-        if hosted:
-            if launch_start[i] > begins:
-                begins = launch_start[i]
-                ends = begins + seconds
-            if launch_end[i] > ends:
-                ends = launch_end[i]
-        start[i] = begins
-        end[i] = ends
-        free[own] = ends
-        begin[i] = ends
-        if line >= 0:
-            if link_free[line] > ends:
-                begin[i] = ends = link_free[line]
-            ends += occupancy[row]
-            link_free[line] = ends
-        else:
-            ends += occupancy[row]
-        ends += latency[row]
-        arrival[i] = ends
-        if waits:
-            free[own] = ends
-
-
-def run_by_events(
-    device: Any,
-    source: Any,
-    target: Any,
-    following: Any,
-    link: Any,
-    duration: Any,
-    cut: Any,
-    occupancy: Any,
-    latency: Any,
-    launch_start: Any,
-    launch_end: Any,
-    sender_waits: bool,
-    receiver_waits: bool,
-    action_waits: Any,
-    transfer_waits: Any,
-    ready: Any,
-    free: Any,
-    link_free: Any,
-    start: Any,
-    end: Any,
-    begin: Any,
-    arrival: Any,
-) -> int:
-    """Where links serve whoever is ready first (of several at once the first in the order of the clock).
-
-    `following`: the next action on the same device. `action_waits` and `transfer_waits`: how many events each
-    waits for, counted down here; `start` and `ready` (of transfers) hold the latest of those that happened.
-    An action that can run is run at once; when none can, the transfer that was ready first goes on its link:
-    whatever is not known yet becomes ready no earlier. Returns how many actions ran.
-    """
-    hosted = len(launch_start) > 0
-    can_run = [i for i in range(len(device)) if action_waits[i] == 0]
-    requests = [(0.0, i) for i in can_run[:0]]
-    ran = 0
-    while len(can_run) > 0 or len(requests) > 0:
-        if len(can_run) > 0:
-            i = can_run.pop()
-            ran += 1
-            if hosted and launch_start[i] > start[i]:
-                start[i] = launch_start[i]
-            end[i] = start[i] + duration[i]
-            if hosted and launch_end[i] > end[i]:
-                end[i] = launch_end[i]
-            free[device[i]] = end[i]
-            j = following[i]
-            if j >= 0:
-                if end[i] > start[j]:
-                    start[j] = end[i]
-                action_waits[j] -= 1
-                if action_waits[j] == 0:
-                    can_run.append(j)
-                if receiver_waits and source[j] >= 0:
-                    t = source[j]
-                    if end[i] > ready[t]:
-                        ready[t] = end[i]
-                    transfer_waits[t] -= 1
-                    if transfer_waits[t] == 0:
-                        heappush(requests, (ready[t], t))
-            if target[i] >= 0:
-                if end[i] > ready[i]:
-                    ready[i] = end[i]
-                transfer_waits[i] -= 1
-                if transfer_waits[i] == 0:
-                    heappush(requests, (ready[i], i))
-            continue
-        begins, i = heappop(requests)
-        line = link[i]
-        if line >= 0:
-            if link_free[line] > begins:
-                begins = link_free[line]
-            link_free[line] = begins + occupancy[cut[i]]
-        begin[i] = begins
-        arrival[i] = begins + occupancy[cut[i]] + latency[cut[i]]
-        j = target[i]
-        if arrival[i] > start[j]:
-            start[j] = arrival[i]
-        action_waits[j] -= 1
-        if action_waits[j] == 0:
-            can_run.append(j)
-        if sender_waits:
-            if arrival[i] > free[device[i]]:
-                free[device[i]] = arrival[i]
-            j = following[i]
-            if j >= 0:
-                if arrival[i] > start[j]:
-                    start[j] = arrival[i]
-                action_waits[j] -= 1
-                if action_waits[j] == 0:
-                    can_run.append(j)
-    return ran
-
-
-def run_many_in_order(
-    device: Any,
-    source: Any,
-    link: Any,
-    duration: Any,
-    cut: Any,
-    occupancy: Any,
-    latency: Any,
-    launch_start: Any,
-    launch_end: Any,
-    waits: bool,
-    free: Any,
-    link_free: Any,
-    arrival: Any,
-) -> None:
-    """`run_in_order` with a second axis of candidates, for numba alone: plain Python takes numpy's rows."""
-    hosted = len(launch_start) > 0
-    for i in range(len(device)):
-        own, sender, line, row = device[i], source[i], link[i], cut[i]
-        for c in range(duration.shape[1]):
-            begins = free[own, c]
-            if sender >= 0 and arrival[sender, c] > begins:
-                begins = arrival[sender, c]
-            if hosted and launch_start[i, c] > begins:
-                begins = launch_start[i, c]
-            ends = begins + duration[i, c]
-            if hosted and launch_end[i, c] > ends:
-                ends = launch_end[i, c]
-            free[own, c] = ends
-            if line >= 0:
-                if link_free[line, c] > ends:
-                    ends = link_free[line, c]
-                link_free[line, c] = ends + occupancy[row, c]
-            arrival[i, c] = ends + occupancy[row, c] + latency[row, c]
-            if waits:
-                free[own, c] = arrival[i, c]
-
-
-class CompiledLoops(NamedTuple):
-    """The loops as numba compiled them."""
-
-    run_in_order: Callable[..., Any]
-    run_by_events: Callable[..., Any]
-    run_many_in_order: Callable[..., Any]
-
-
-def available() -> bool:
-    """Whether numba is installed."""
-    return find_spec("numba") is not None
-
-
-@lru_cache(maxsize=1)
-def compiled_loops() -> CompiledLoops:
-    """The compiled loops; the first call of each takes a second or so. Raises MachineError without numba."""
-    if not available():
-        raise MachineError("numba is not installed", "pip install pplan[numba], or use the engine python.")
-    import numba
-
-    return CompiledLoops(
-        numba.njit(run_in_order),
-        numba.njit(run_by_events),
-        numba.njit(run_many_in_order),
-    )
-
-
-STARTING_SECONDS = 3.0
-"""About what numba takes to be imported and to compile."""
-_spent = 0.0
-
-
-def worth_starting(seconds: float) -> bool:
-    """Whether to take numba for what plain Python does in about so many seconds: where it was started before,
-    or where plain Python has been given more, in this process, than numba takes to start. Counted from the
-    sizes of problems, not timed."""
-    global _spent
-    if compiled_loops.cache_info().currsize:
-        return True
-    _spent += seconds
-    return _spent > STARTING_SECONDS and available()
-
-
-Engine = Literal["auto", "python", "numba"]
-SECONDS_AN_ACTION = 3e-7
-SECONDS_A_CANDIDATE = 1e-8
-"""About what plain Python takes for an action, and besides for each candidate side by side."""
+from .step_costs import ActionCosts, Array, has_static_link_order, recompute_seconds, update_actions
 
 
 def _column(index: int) -> cached_property[Array]:
@@ -272,9 +37,9 @@ def _column(index: int) -> cached_property[Array]:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Seconds of one candidate, as the loops left them: arrays, or lists that become arrays when read."""
+    """Simulated seconds of one candidate (lists, converted to arrays on first access)."""
 
-    columns: tuple[Any, Any, Any, Any, Any]
+    columns: tuple[list[float], list[float], list[float], list[float], list[float]]
 
     start = _column(0)
     """Of each action, in the order of the clock."""
@@ -288,115 +53,117 @@ class Run:
     """When each device is done."""
 
 
-def choose_engine(engine: Engine, seconds: float) -> Literal["python", "numba"]:
-    """What runs the loops. "auto" takes numba where it is installed, and started already or worth it for what
-    plain Python does in about so many seconds.
-
-    Raises UsageError for another word, MachineError where numba is asked for and not installed."""
-    if engine == "auto":
-        return "numba" if worth_starting(seconds) else "python"
-    if engine not in ("python", "numba"):
-        raise UsageError(f"engine {engine!r}: not known", "Use one of: auto, python, numba.")
-    return engine
+def run(values: ActionCosts) -> Run:
+    """Run one candidate. Raises UsageError where devices wait for each other for ever."""
+    return _run_in_order(values) if has_static_link_order(values) else _run_by_events(values)
 
 
-def run(values: ActionCosts, engine: Engine = "auto") -> Run:
-    """Runs one candidate. Raises UsageError where devices wait for each other for ever."""
-    fast = choose_engine(engine, SECONDS_AN_ACTION * len(values.order)) == "numba"
-    return _in_order(values, fast) if has_static_link_order(values) else _by_events(values, fast)
-
-
-def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
-    """When each device is done, shape (stages, candidates), where links serve in a known order."""
-    order, candidates = values.order, values.duration.shape[1]
-    seconds = len(order) * (10 * SECONDS_AN_ACTION + SECONDS_A_CANDIDATE * candidates)
-    if choose_engine(engine, seconds) == "numba":
-        return _many_compiled(values)
-    return _side_by_side(values)
-
-
-def _hosted(values: ActionCosts, fast: bool) -> tuple[Any, Any]:
-    """The launches, empty where no host is late."""
-    launches = values.launches
-    start = np.zeros((0, *values.duration.shape[1:])) if launches is None else launches.start
-    end = start if launches is None else launches.end
-    return (start, end) if fast else (start.tolist(), end.tolist())
-
-
-def _blank(count: int, fast: bool) -> Any:
-    return np.zeros(count) if fast else [0.0] * count
-
-
-def _plain(values: Any, fast: bool) -> Any:
-    return values if fast else values.tolist()
-
-
-def _link(values: ActionCosts, fast: bool) -> Any:
-    cached = values.link is values.order.pair_link and not fast
-    return values.order.lists["pair_link"] if cached else _plain(values.link, fast)
-
-
-def _cut(values: ActionCosts, fast: bool) -> Any:
-    cached = values.cut is values.order.cut and not fast
-    return values.order.lists["cut"] if cached else _plain(values.cut, fast)
-
-
-def _in_order(values: ActionCosts, fast: bool) -> Run:
+def _run_in_order(values: ActionCosts) -> Run:
+    """The loop for links that serve in the order of the clock: every start is the latest of some ends."""
     order, count = values.order, len(values.order)
-    free, start, end, begin, arrival = (
-        _blank(n, fast) for n in (order.program.devices, count, count, count, count)
+    start, end, begin, arrival = ([0.0] * count for _ in range(4))
+    free, link_free = [0.0] * order.program.devices, [0.0] * values.links
+    waits = values.costs.transfers == "blocking"
+    occupancy, latency = values.occupancy.tolist(), values.latency.tolist()
+    launches = (
+        None if values.launches is None else (values.launches.start.tolist(), values.launches.end.tolist())
     )
-    loop: Callable[..., Any] = compiled_loops().run_in_order if fast else run_in_order
-    loop(
-        order.device if fast else order.lists["device"],
-        order.source if fast else order.lists["source"],
-        _link(values, fast),
-        _plain(values.duration, fast),
-        _cut(values, fast),
-        _plain(values.occupancy, fast),
-        _plain(values.latency, fast),
-        *_hosted(values, fast),
-        values.costs.transfers == "blocking",
-        free,
-        _blank(values.links, fast),
-        start,
-        end,
-        begin,
-        arrival,
-    )
+    links = order.lists["pair_link"] if values.link is order.pair_link else values.link.tolist()
+    cuts = order.lists["cut"] if values.cut is order.cut else values.cut.tolist()
+    columns = (order.lists["device"], order.lists["source"], links, cuts, values.duration.tolist())
+    for i, (device, sender, line, row, seconds) in enumerate(zip(*columns, strict=True)):
+        begins = free[device]
+        if sender >= 0 and arrival[sender] > begins:
+            begins = arrival[sender]
+        ends = begins + seconds
+        if launches is not None:
+            if launches[0][i] > begins:
+                begins = launches[0][i]
+                ends = begins + seconds
+            ends = max(ends, launches[1][i])
+        start[i] = begins
+        end[i] = free[device] = begin[i] = ends
+        if line >= 0:
+            if link_free[line] > ends:
+                begin[i] = ends = link_free[line]
+            ends += occupancy[row]
+            link_free[line] = ends
+        else:
+            ends += occupancy[row]
+        ends += latency[row]
+        arrival[i] = ends
+        if waits:
+            free[device] = ends
     return Run((start, end, begin, arrival, free))
 
 
-def _by_events(values: ActionCosts, fast: bool) -> Run:
+def _run_by_events(values: ActionCosts) -> Run:
+    """The event loop: links serve whoever is ready first (of several at once the first on the clock).
+
+    `action_waits` and `transfer_waits`: how many events each waits for, counted down; `start` and `ready` (of
+    transfers) hold the latest of those that happened. An action that can run is run at once; when none can,
+    the transfer that was ready first goes on its link: whatever is not known yet becomes ready no earlier.
+    """
     order, count = values.order, len(values.order)
     sender_waits = values.costs.transfers in ("rendezvous", "blocking")
     receiver_waits = values.costs.transfers in ("rendezvous", "blocking-receive")
-    following = _following(order)
-    action_waits, transfer_waits = _waits(order, sender_waits, receiver_waits)
-    ready, start, end, begin, arrival = (_blank(count, fast) for _ in range(5))
-    free = _blank(order.program.devices, fast)
-    loop: Callable[..., Any] = compiled_loops().run_by_events if fast else run_by_events
-    waits, in_transfer = _plain(action_waits, fast), _plain(transfer_waits, fast)
-    columns = (order.device, order.source, order.target, following, values.link)
-    seconds = (values.duration, values.cut, values.occupancy, values.latency)
-    ran = loop(
-        *(_plain(array, fast) for array in columns),
-        *(_plain(array, fast) for array in seconds),
-        *_hosted(values, fast),
-        sender_waits,
-        receiver_waits,
-        waits,
-        in_transfer,
-        ready,
-        free,
-        _blank(values.links, fast),
-        start,
-        end,
-        begin,
-        arrival,
-    )
-    if ran < count:
-        raise _stuck(values, np.asarray(waits) > 0, np.asarray(in_transfer) > 0)
+    waits = _waits(order, sender_waits, receiver_waits)
+    action_waits, transfer_waits = (own.tolist() for own in waits)
+    ready, start, end, begin, arrival = ([0.0] * count for _ in range(5))
+    free, link_free = [0.0] * order.program.devices, [0.0] * values.links
+    columns = (order.device, order.source, order.target, _following(order), values.link, values.duration)
+    device, source, target, following, link, duration = (own.tolist() for own in columns)
+    cut, occupancy, latency = values.cut.tolist(), values.occupancy.tolist(), values.latency.tolist()
+    launches = values.launches
+    hosted = None if launches is None else (launches.start.tolist(), launches.end.tolist())
+    can_run = [i for i, waiting in enumerate(action_waits) if not waiting]
+    requests: list[tuple[float, int]] = []
+
+    def release(action: int, second: float) -> None:
+        """One of the events that an action waits for."""
+        start[action] = max(start[action], second)
+        action_waits[action] -= 1
+        if not action_waits[action]:
+            can_run.append(action)
+
+    def offer(transfer: int, second: float) -> None:
+        """One of the events that a transfer waits for."""
+        ready[transfer] = max(ready[transfer], second)
+        transfer_waits[transfer] -= 1
+        if not transfer_waits[transfer]:
+            heappush(requests, (ready[transfer], transfer))
+
+    while can_run or requests:
+        if can_run:
+            i = can_run.pop()
+            if hosted is not None:
+                start[i] = max(start[i], hosted[0][i])
+            end[i] = start[i] + duration[i]
+            if hosted is not None:
+                end[i] = max(end[i], hosted[1][i])
+            free[device[i]] = end[i]
+            j = following[i]
+            if j >= 0:
+                release(j, end[i])
+                if receiver_waits and source[j] >= 0:
+                    offer(source[j], end[i])
+            if target[i] >= 0:
+                offer(i, end[i])
+            continue
+        begins, i = heappop(requests)
+        line = link[i]
+        if line >= 0:
+            begins = max(begins, link_free[line])
+            link_free[line] = begins + occupancy[cut[i]]
+        begin[i] = begins
+        arrival[i] = begins + occupancy[cut[i]] + latency[cut[i]]
+        release(target[i], arrival[i])
+        if sender_waits:
+            free[device[i]] = max(free[device[i]], arrival[i])
+            if following[i] >= 0:
+                release(following[i], arrival[i])
+    if any(action_waits):
+        raise _stuck(values, np.asarray(action_waits) > 0, np.asarray(transfer_waits) > 0)
     return Run((start, end, begin, arrival, free))
 
 
@@ -440,8 +207,9 @@ def _stuck(values: ActionCosts, waiting: Any, unsent: Any) -> UsageError:
     )
 
 
-def _side_by_side(values: ActionCosts) -> Array:
-    """All candidates in one pass: `run_in_order` on rows of them."""
+def run_many(values: ActionCosts) -> Array:
+    """When each device is done, shape (stages, candidates), where links serve in a known order: the loop of
+    `run` on rows of all candidates."""
     order, candidates = values.order, values.duration.shape[1]
     lists = order.lists
     free = [np.zeros(candidates)] * order.program.devices
@@ -449,47 +217,25 @@ def _side_by_side(values: ActionCosts) -> Array:
     arrived: dict[int, Array] = {}
     links, cut = values.link.tolist(), values.cut.tolist()
     occupancy, latency = list(values.occupancy), list(values.latency)
-    waits = values.costs.transfers == "blocking"
     launches = values.launches
     for i, (own, sender, line) in enumerate(zip(lists["device"], lists["source"], links, strict=True)):
         begins = free[own] if sender < 0 else np.maximum(free[own], arrived.pop(sender))
         if launches is not None:
             begins = np.maximum(begins, launches.start[i])
-            ends = np.maximum(begins + values.duration[i], launches.end[i])
-        else:
-            ends = begins + values.duration[i]
+        ends = begins + values.duration[i]
+        if launches is not None:
+            ends = np.maximum(ends, launches.end[i])
         free[own] = ends
         if lists["target"][i] != NONE:
-            sent = ends
-            if line != FREE:
-                link_free[line] = np.maximum(ends, link_free[line]) + occupancy[cut[i]]
-                sent = link_free[line]
-            else:
-                sent = ends + occupancy[cut[i]]
+            if line != NONE:
+                ends = np.maximum(ends, link_free[line])
+            sent = ends + occupancy[cut[i]]
+            if line != NONE:
+                link_free[line] = sent
             arrived[i] = sent + latency[cut[i]]
-            if waits:
+            if values.costs.transfers == "blocking":
                 free[own] = arrived[i]
     return np.array(free)
-
-
-def _many_compiled(values: ActionCosts) -> Array:
-    order, candidates = values.order, values.duration.shape[1]
-    free = np.zeros((order.program.devices, candidates))
-    compiled_loops().run_many_in_order(
-        order.device,
-        order.source,
-        values.link,
-        values.duration,
-        values.cut,
-        values.occupancy,
-        values.latency,
-        *_hosted(values, True),
-        values.costs.transfers == "blocking",
-        free,
-        np.zeros((values.links, candidates)),
-        np.zeros_like(values.duration),
-    )
-    return free
 
 
 class Reduction(NamedTuple):

@@ -327,7 +327,7 @@ class PipelineCosts:
             check_finite(name, values)
 
     def general(self) -> Costs:
-        """The same for the engine: stages of one chunk, one pipe."""
+        """The same for the simulator: stages of one chunk, one pipe."""
 
         def chunk(values: Array | None) -> Array | None:
             return None if values is None else values[:, None]
@@ -501,9 +501,6 @@ def _waits(order: Order, costs: Costs, launches: Launches) -> Iterator[list[tupl
             done = max(done, (i, end), key=lambda one: one[1])
 
 
-FREE = -1
-
-
 @dataclass(frozen=True, eq=False)
 class ActionCosts:
     """Arrays of one entry an action; for many candidates, a second axis.
@@ -536,7 +533,7 @@ def lower_costs(order: Order, costs: Costs) -> ActionCosts:
         occupancy=occupancy,
         latency=latency,
         link=link,
-        links=int(link.max(initial=FREE)) + 1,
+        links=int(link.max(initial=NONE)) + 1,
         launches=_launches(order, costs),
     )
 
@@ -634,17 +631,17 @@ def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array |
 def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indices:
     """The link of each action's transfer, numbered from 0; none where nothing ever occupies it."""
     if not occupancy.any():
-        return np.full(len(order), FREE)
+        return np.full(len(order), NONE)
     if costs.links is None:
         return order.pair_link
-    link = np.full(len(order), FREE)
+    link = np.full(len(order), NONE)
     sends = order.sends
     link[sends] = costs.links[order.device[sends], order.device[order.target[sends]]]
     occupied = np.any(occupancy.reshape(len(occupancy), -1), axis=1)[cut]
     used = np.flatnonzero(np.bincount(link[occupied & (link >= 0)]))
     numbers = np.searchsorted(used, link)
-    matches = np.append(used, FREE)[numbers] == link
-    return np.where(matches & (link >= 0), numbers, FREE)
+    matches = np.append(used, NONE)[numbers] == link
+    return np.where(matches & (link >= 0), numbers, NONE)
 
 
 def _launches(order: Order, costs: Costs) -> Launches | None:
@@ -692,6 +689,6 @@ def has_static_link_order(values: ActionCosts) -> bool:
         return False
     if values.costs.links is None:
         return True
-    on_link = values.link != FREE
+    on_link = values.link != NONE
     pairs = set(zip(values.link[on_link].tolist(), values.order.device[on_link].tolist(), strict=True))
     return len(pairs) == values.links

@@ -23,7 +23,7 @@ from .program import Action, Program, linear_program
 from .program_order import NONE, Indices, Order, resolve_order
 from .quantities import format_count, format_seconds, percent
 from .schedules import cached_program
-from .simulator import Engine, Reduction, Run, reductions, run, run_many
+from .simulator import Reduction, Run, reductions, run, run_many
 from .step_costs import (
     ActionCosts,
     Array,
@@ -304,9 +304,7 @@ class Timeline:
         return list(bytes_in_flight)
 
 
-def simulate(
-    actions: Program | Sequence[Sequence[Action]], costs: PipelineCosts | Costs, engine: Engine = "auto"
-) -> Timeline:
+def simulate(actions: Program | Sequence[Sequence[Action]], costs: PipelineCosts | Costs) -> Timeline:
     """Runs a program, or the lists of a straight pipeline, with these costs (one candidate).
 
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
@@ -316,12 +314,12 @@ def simulate(
         actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
     )
     values = lower_costs(order, _single(_general(order.program, costs)))
-    ran = run(values, engine)
+    ran = run(values)
     reduced = reductions(values, ran)
     return Timeline(order, values.costs, ran, reduced, _stage_ends(values, ran, reduced))
 
 
-def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: Engine = "auto") -> Array:
+def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs) -> Array:
     """Step seconds of many candidates side by side, shape (candidates,): the costs' last axis.
 
     A program's dependencies are worked out once and kept as long as it is; of a schedule by name, for
@@ -331,12 +329,12 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     order, general = resolve_order(program), _general(program, costs)
     if general.candidates in (None, 1):
         single = general if general.candidates is None else general.candidate(0)
-        return np.array([_step(lower_costs(order, single), engine)])
+        return np.array([_step(lower_costs(order, single))])
     values = lower_costs(order, general)
     if not (has_static_link_order(values) and _ends_alone(values)):
         singles = (general.candidate(index) for index in range(values.duration.shape[1]))
-        return np.array([_step(lower_costs(order, single), engine) for single in singles])
-    ends = run_many(values, engine)
+        return np.array([_step(lower_costs(order, single)) for single in singles])
+    ends = run_many(values)
     if general.all_reduce is not None:
         ends = ends + general.all_reduce[:, 0]
     ends = ends_after_sums(ends, general.tied)
@@ -354,7 +352,7 @@ def device_ends(program: Program, costs: Costs) -> Array | None:
         single = lower_costs(order, costs.candidate(0))
         return np.array(run(single).free)[:, None] if has_static_link_order(single) else None
     values = lower_costs(order, costs)
-    return run_many(values, "auto") if has_static_link_order(values) else None
+    return run_many(values) if has_static_link_order(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
@@ -388,8 +386,8 @@ def _general(program: Program, costs: PipelineCosts | Costs) -> Costs:
     return costs.general()
 
 
-def _step(values: ActionCosts, engine: Engine) -> float:
-    ran = run(values, engine)
+def _step(values: ActionCosts) -> float:
+    ran = run(values)
     return max(*_stage_ends(values, ran, reductions(values, ran)), values.costs.port_seconds)
 
 
@@ -447,7 +445,7 @@ def steady_state(program: Program, costs: Costs) -> SteadyState:
         )
     order = resolve_order(program)
     values = lower_costs(order, costs)
-    completed = _completion_times(order, run(values, "auto").end)
+    completed = _completion_times(order, run(values).end)
     late = completed[len(completed) // 2 :]
     if len(late) < 2:
         raise UsageError(

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...cost_models.program_order import NONE, Indices
-from ...cost_models.step_costs import FREE, lower_costs, preceding_launches, recompute_seconds
+from ...cost_models.step_costs import lower_costs, preceding_launches, recompute_seconds
 from ...cost_models.timeline import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
@@ -164,7 +164,7 @@ class _Walk:
     def _before_on_link(self, i: int) -> list[_Cause]:
         """The transfer that occupied the link before that of action i."""
         line = int(self.values.link[i])
-        if line == FREE:
+        if line == NONE:
             return []
         senders = self._on_link(line)
         position = int(np.flatnonzero(senders == i)[0]) - 1

@@ -23,7 +23,6 @@ EXTRAS = {
         if row.package
     },
     "transformers": ("transformers", "models by the name hf:..."),
-    "numba": ("numba", "faster simulation of many candidates"),
     "distributed": ("dask", "sweeps on a Dask cluster"),
     "ray": ("ray", "sweeps on a Ray cluster"),
 }

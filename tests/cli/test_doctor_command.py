@@ -16,22 +16,22 @@ Run = Callable[..., Any]
 
 def test_it_tells_what_is_here_and_how_to_get_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "numba" else find(name))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "ray" else find(name))
     ran = run("doctor", "--json")
     assert ran.status == 0
     findings = {finding["subject"]: finding for finding in json.loads(ran.out)["findings"]}
     import torch
 
     assert findings["torch"]["text"] == torch.__version__.split("+")[0] or torch.__version__
-    assert (findings["numba"]["state"], findings["numba"]["advice"]) == (
+    assert (findings["ray"]["state"], findings["ray"]["advice"]) == (
         "optional",
-        'pip install "pplan[numba]"',
+        'pip install "pplan[ray]"',
     )
     assert findings["torchgpipe"]["state"] == "ok"
     assert "gloo" in findings["backends"]["text"]
     assert "core" in findings["cpu"]["text"]
     table = run("doctor").out
-    assert 'numba: pip install "pplan[numba]"' in table
+    assert 'ray: pip install "pplan[ray]"' in table
 
 
 def test_without_torch_it_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pplan.cost_models import simulator
-from pplan.cost_models.errors import MachineError, UsageError
+from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.program_order import resolve_order
 from pplan.cost_models.step_costs import TRANSFERS, Costs, Transfers
@@ -326,7 +325,7 @@ def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches:
     rng = np.random.default_rng(seed)
     program = random_program(rng)
     costs = replace(random_costs(rng, program, launches=launches), transfers=transfers)
-    equal_ends(simulate(program, costs, "python"), longest_path(program, costs))
+    equal_ends(simulate(program, costs), longest_path(program, costs))
 
 
 @pytest.mark.slow
@@ -342,9 +341,9 @@ def test_agrees_with_a_stepped_clock(seed: int, transfers: Transfers, links: int
         with pytest.raises(
             UsageError, match=f"with {transfers} transfers the stages wait for each other: stage"
         ):
-            simulate(program, costs, "python")
+            simulate(program, costs)
         return
-    equal_ends(simulate(program, costs, "python"), expected)
+    equal_ends(simulate(program, costs), expected)
 
 
 def test_random_programs_meet_what_they_are_for() -> None:
@@ -370,7 +369,7 @@ def test_what_every_timeline_keeps(seed: int, launches: bool, transfers: Transfe
     rng = np.random.default_rng(seed)
     program = random_program(rng)
     costs = replace(random_costs(rng, program, launches=launches, links=links), transfers=transfers)
-    timeline = simulate(program, costs, "python")
+    timeline = simulate(program, costs)
     words, ends = Described(program, costs), ends_of(timeline)
     starts = {node: float(timeline.run.start[i]) for i, node in enumerate(ends)}
     for device, own in enumerate(words.lists):
@@ -442,61 +441,9 @@ def test_candidates_side_by_side_are_the_single_ones(
             arrays["backward_launch"] = arrays["backward_launch"] + arrays["recompute_launch"]
         singles.append(replace(first, **arrays))
     together = Costs.side_by_side(singles)
-    expected = [simulate(program, costs, "python").step_seconds for costs in singles]
-    assert step_seconds(program, together, "python").tolist() == expected
-    assert [float(step_seconds(program, together.candidate(i), "python")[0]) for i in range(4)] == expected
-
-
-@pytest.fixture(params=["plain", "numba"])
-def loops_of_numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that numba compiles: as they stand, too, on the same arrays."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
-        own = simulator.CompiledLoops(
-            simulator.run_in_order, simulator.run_by_events, simulator.run_many_in_order
-        )
-        monkeypatch.setattr(simulator, "compiled_loops", lambda: own)
-
-
-@pytest.mark.usefixtures("loops_of_numba")
-@pytest.mark.parametrize("transfers", TRANSFERS)
-@pytest.mark.parametrize("launches", [False, True])
-@pytest.mark.parametrize("links", [0, 2])
-def test_numba_changes_no_bit(transfers: Transfers, launches: bool, links: int) -> None:
-    compared = 0
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        program = random_program(rng)
-        costs = random_costs(rng, program, launches=launches, links=links)
-        costs = replace(costs, transfers=transfers)
-        try:
-            plain = simulate(program, costs, "python")
-        except UsageError:
-            with pytest.raises(UsageError, match="wait for each other"):
-                simulate(program, costs, "numba")
-            continue
-        fast = simulate(program, costs, "numba")
-        for name in ("start", "end", "begin", "arrival", "free"):
-            assert getattr(fast.run, name).tobytes() == getattr(plain.run, name).tobytes()
-        many = Costs.side_by_side([costs, scaled(costs, 0.3), scaled(costs, 1.7)])
-        assert (
-            step_seconds(program, many, "numba").tobytes() == step_seconds(program, many, "python").tobytes()
-        )
-        compared += 1
-    assert compared >= 4
-
-
-def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = linear_program([[Action("F", 0), Action("B", 0)]])
-    costs = Costs(forward=np.ones((1, 1, 1)), backward=np.ones((1, 1, 1)))
-    simulator.compiled_loops.cache_clear()
-    monkeypatch.setattr(simulator, "available", lambda: False)
-    assert simulate(program, costs, "auto").step_seconds == 2
-    with pytest.raises(MachineError, match="numba is not installed"):
-        simulate(program, costs, "numba")
-    with pytest.raises(UsageError, match="engine 'cuda': not known"):
-        simulate(program, costs, "cuda")  # type: ignore[arg-type]
+    expected = [simulate(program, costs).step_seconds for costs in singles]
+    assert step_seconds(program, together).tolist() == expected
+    assert [float(step_seconds(program, together.candidate(i))[0]) for i in range(4)] == expected
 
 
 @pytest.mark.parametrize("run", [simulate, step_seconds])
@@ -510,18 +457,9 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
         costs = Costs(forward=np.ones((4, 1, micro_batches)), backward=np.ones((4, 1, micro_batches)))
         resolve_order(program)
         tracemalloc.start()
-        run(program, costs, "python")
+        run(program, costs)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
 
     assert peak(1600) < 2.5 * peak(800)
-
-
-def test_auto_starts_numba_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulator.compiled_loops.cache_clear()
-    monkeypatch.setattr(simulator, "_spent", 0.0)
-    monkeypatch.setattr(simulator, "available", lambda: True)
-    assert [simulator.worth_starting(seconds) for seconds in (1.0, 1.5, 0.4, 0.2)] == [False] * 3 + [True]
-    monkeypatch.setattr(simulator, "available", lambda: False)
-    assert not simulator.worth_starting(1000.0)
