@@ -31,13 +31,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypeVar
 
 from . import arguments
 from .errors import FileError, UsageError, short_repr
 from .program import Action, Program, Schedule, StageSlot
+from .program_order import resolve_order
 from .quantities import MOST_ACTIONS
 from .schedules import PROGRAMS, PUBLISHED, SCHEDULES, looped_pipe, v_pipe
 from .text_files import read_text
@@ -46,7 +47,10 @@ DEEPEST = 40
 """Brackets inside each other."""
 MOST_NUMBER = 10**9
 HELP = "docs/schedules.md describes the language."
-_TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(//|[-+*%(),\[\].=:]))")
+_LITERAL = re.compile(r"([FBW])(\d{1,7})(?:\.(\d{1,7}))?")
+_TOKEN = re.compile(
+    rf"\s*(?:{_LITERAL.pattern}(?=\s*$|\s+[^\s*.\[]|\))|\d+|[A-Za-z_]\w*|//|[-+*%(),\[\].=:])"
+)
 _ACTION = re.compile(r"([FBW])(\d+)?")
 _WORDS = {"each", "from", "to", "let", "min", "max"}
 
@@ -57,6 +61,7 @@ class ScheduleTextError(UsageError):
 
 Values = Mapping[str, int]
 Number = Callable[[Values], int]
+Read = TypeVar("Read")
 
 
 class Written(NamedTuple):
@@ -116,6 +121,10 @@ class LineReader:
         """The word that comes next; empty at the end."""
         return self.words[self.at] if self.at < len(self.words) else ""
 
+    @property
+    def _following(self) -> str:
+        return self.words[self.at + 1] if self.at + 1 < len(self.words) else ""
+
     def take(self, expected: str = "") -> str:
         """The next word, which must be the `expected` one."""
         word = self.word
@@ -124,24 +133,31 @@ class LineReader:
         self.at += 1
         return word
 
-    def deeper(self, by: int) -> None:
-        """A bracket opens or closes."""
-        self.depth += by
+    def _nested(self, read: Callable[[], Read]) -> Read:
+        """What is read inside a bracket or behind a sign."""
+        self.depth += 1
         if self.depth > DEEPEST:
             raise self.wrong(f"more than {DEEPEST} brackets inside each other")
+        inner = read()
+        self.depth -= 1
+        return inner
+
+    def _new_name(self, of: str) -> str:
+        name = self.take()
+        if not name.isidentifier() or name in self.names | _WORDS | self.lists or _ACTION.fullmatch(name):
+            raise self.wrong(f"{short_repr(name)} cannot name a {of}")
+        return name
 
     def read_list(self) -> tuple[str, Writer]:
         """The rest of `let NAME = ...`."""
-        name = self.take()
-        if not name.isidentifier() or name in self.names | _WORDS | self.lists or _ACTION.fullmatch(name):
-            raise self.wrong(f"{short_repr(name)} cannot name a list")
+        name = self._new_name("list")
         self.take("=")
         self.lists = set()  # a list takes from no other
         return name, self.read_sequence("")
 
     def read_row(self) -> tuple[Number | None, Writer]:
         """The rest of `device i: ...`."""
-        if self.word == "i" and self.words[self.at + 1 : self.at + 2] == [":"]:
+        if self.words[self.at : self.at + 2] == ["i", ":"]:
             self.at += 1
             which = None
         else:
@@ -155,43 +171,33 @@ class LineReader:
         """Terms up to the closing bracket, or to the end."""
         terms: list[Writer] = []
         while self.word and self.word != closing:
-            literals = self._read_literals()
-            terms.append(_write_literals(literals, self.line) if literals else self.read_term())
+            literals = list[Written]()  # a plan's order may have a million
+            while (match := _LITERAL.fullmatch(self.word)) and self._following not in ("*", ".", "["):
+                literals.append(Written(match[1], int(match[2]), int(match[3] or 0)))
+                self.at += 1
+            terms.append(self._counted(literals) if literals else self._term())
         if closing:
             self.take(closing)
+        return lambda values, device: chain.from_iterable(term(values, device) for term in terms)
 
-        def write(values: Values, device: DeviceList) -> Iterator[Written]:
-            for term in terms:
-                yield from term(values, device)
+    def _counted(self, actions: Sequence[Written]) -> Writer:
+        line = self.line
+
+        def write(values: Values, device: DeviceList) -> Iterator[Written]:  # noqa: ARG001 - called as all are
+            for written in actions:
+                device.count(line)
+                yield written
 
         return write
 
-    def _read_literals(self) -> list[Written]:
-        """The next words as far as they are `F3` or `B3.1`, not repeated: those of a plan's order, of which
-        there may be a million."""
-        actions, words, count = list[Written](), self.words, len(self.words)
-        while self.at < count:
-            word, end, chunk = words[self.at], self.at + 1, "0"
-            if word[0] not in "FBW" or not word[1:].isdigit() or len(word) > 8:
-                break
-            if end + 1 < count and words[end] == "." and words[end + 1].isdigit():
-                chunk, end = words[end + 1], end + 2
-            if len(chunk) > 7 or (end < count and words[end] in "*.["):
-                break
-            actions.append(Written(word[0], int(word[1:]), int(chunk)))
-            self.at = end
-        return actions
-
-    def read_term(self) -> Writer:
+    def _term(self) -> Writer:
         """An action, a list's next, a bracket or `each`, and how often."""
+        if self.word == "each":
+            return self._each()
         if self.word == "(":
             term = self._bracket()
-        elif self.word == "each":
-            return self._each()
-        elif self.word in self.lists:
-            term = self._next_of(self.take())
         else:
-            term = self._action()
+            term = self._next_of(self.take()) if self.word in self.lists else self._action()
         if self.word != "*":
             return term
         self.take("*")
@@ -206,16 +212,11 @@ class LineReader:
 
     def _bracket(self) -> Writer:
         self.take("(")
-        self.deeper(1)
-        inner = self.read_sequence(")")
-        self.deeper(-1)
-        return inner
+        return self._nested(lambda: self.read_sequence(")"))
 
     def _each(self) -> Writer:
         self.take("each")
-        name = self.take()
-        if not name.isidentifier() or name in self.names | _WORDS | self.lists or _ACTION.fullmatch(name):
-            raise self.wrong(f"{short_repr(name)} cannot name a number")
+        name = self._new_name("number")
         self.take("from")
         first = self.read_number()
         self.take("to")
@@ -252,11 +253,8 @@ class LineReader:
         match = _ACTION.fullmatch(word)
         if not match:
             raise self.wrong(f"{short_repr(word)} is no action (F, B, W), list or bracket")
-        kind, digits = match[1], match[2]
-        number: Number | None = None
-        if digits:
-            number = _always(self._integer(digits))
-        elif self.word == "[":
+        number: Number | None = _always(self._integer(match[2])) if match[2] else None
+        if number is None and self.word == "[":
             self.take("[")
             number = self.read_number()
             self.take("]")
@@ -268,47 +266,36 @@ class LineReader:
 
         def write(values: Values, device: DeviceList) -> Iterator[Written]:
             device.count(line)
-            yield Written(kind, None if number is None else number(values), chunk(values))
+            yield Written(match[1], None if number is None else number(values), chunk(values))
 
         return write
 
-    def read_number(self) -> Number:
-        """Sums of products."""
-        return self._chain(("+", "-"), self._product)
-
-    def _product(self) -> Number:
-        return self._chain(("*", "//", "%"), self._factor)
-
-    def _chain(self, signs: tuple[str, ...], read: Callable[[], Number]) -> Number:
-        first, more = read(), list[tuple[str, Number]]()
-        while self.word in signs:
-            more.append((self.take(), read()))
+    def read_number(self, level: int = 0) -> Number:
+        """Sums of products of factors."""
+        if level == len(_SIGNS):
+            return self._factor()
+        first, more = self.read_number(level + 1), list[tuple[str, Number]]()
+        while self.word in _SIGNS[level]:
+            more.append((self.take(), self.read_number(level + 1)))
         return _chained(first, more, self.line) if more else first
 
     def _factor(self) -> Number:
         word = self.take()
         if word.isdigit():
             return _always(self._integer(word))
-        if word == "(":
-            self.deeper(1)
-            inner = self.read_number()
-            self.take(")")
-            self.deeper(-1)
-            return inner
         if word == "-":
-            self.deeper(1)
-            inner = self._factor()
-            self.deeper(-1)
-            return _chained(_always(0), [("-", inner)], self.line)
+            return _chained(_always(0), [("-", self._nested(self._factor))], self.line)
+        if word == "(":
+            inner = self._nested(self.read_number)
+            self.take(")")
+            return inner
         if word in ("min", "max"):
             self.take("(")
-            self.deeper(1)
-            first = self.read_number()
+            inner = self._nested(self.read_number)
             self.take(",")
-            second = self.read_number()
+            second = self._nested(self.read_number)
             self.take(")")
-            self.deeper(-1)
-            return _chained(first, [(word, second)], self.line)
+            return _chained(inner, [(word, second)], self.line)
         if word not in self.names:
             raise self.wrong(f"{short_repr(word)} is no number; p, m, i, v and the names of `each` are")
         return lambda values: values[word]
@@ -319,19 +306,11 @@ class LineReader:
         return int(digits)
 
 
-def _write_literals(actions: Sequence[Written], line: int) -> Writer:
-    def write(values: Values, device: DeviceList) -> Iterator[Written]:  # noqa: ARG001 - called as all are
-        for written in actions:
-            device.count(line)
-            yield written
-
-    return write
-
-
 def _always(value: int) -> Number:
     return lambda values: value  # noqa: ARG005 - called as numbers that depend on them are
 
 
+_SIGNS = (("+", "-"), ("*", "//", "%"))
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
@@ -360,80 +339,20 @@ def _chained(first: Number, more: Sequence[tuple[str, Number]], line: int) -> Nu
     return value
 
 
-MOST_NAMED = 3
-"""Devices of a circle that are named."""
-
-
-def check_progress(
-    actions: Sequence[Sequence[Action]], pipe: Sequence[StageSlot], lines: Sequence[int]
-) -> None:
-    """Raises ScheduleTextError where devices wait for each other for ever, with those that do."""
-    part_of = {slot: part for part, slot in enumerate(pipe)}
-    done: set[tuple[str, int, int]] = set()
-    at = [0] * len(actions)
-    moved = True
-    while moved:
-        moved = False
-        for device, own in enumerate(actions):
-            while at[device] < len(own):
-                action = own[at[device]]
-                part = part_of[StageSlot(device, action.chunk)]
-                if not _needs(action, part, len(pipe)) <= done:
-                    break
-                done.add((action.kind, action.micro_batch, part))
-                at[device] += 1
-                moved = True
-    waits = dict[int, tuple[Action, str, int]]()
-    for device, own in enumerate(actions):
-        if at[device] < len(own):
-            action = own[at[device]]
-            part = part_of[StageSlot(device, action.chunk)]
-            # What the device itself does later comes first, as it waits for that whatever the others do.
-            kind, m, other = min(
-                sorted(_needs(action, part, len(pipe)) - done),
-                key=lambda need: pipe[need[2]].device != device,
-            )
-            waits[device] = action, f"{kind}{m}", pipe[other].device
-    if waits:
-        _refuse_circle(waits, lines)
-
-
-def _refuse_circle(waits: Mapping[int, tuple[Action, str, int]], lines: Sequence[int]) -> NoReturn:
-    """Of the devices that wait for ever: at which action, for what of which device; the first circle."""
-    order, device = list[int](), min(waits)
-    while device not in order:
-        order.append(device)
-        device = waits[device][2]
-    circle = order[order.index(device) :]
-    first = circle.index(min(circle))
-    places = [
-        f"line {lines[own]}: device {own} waits for ever at {action}, for {missing} of device {other}"
-        for own in (*circle[first:], *circle[:first])
-        for action, missing, other in [waits[own]]
-    ]
-    raise ScheduleTextError(
-        "; ".join(places[:MOST_NAMED]),
-        "Order the actions so that what an action needs comes first: F of the part before, B of the "
-        "part after, and F, B, W of one micro-batch in this order.",
-    )
-
-
-def _needs(action: Action, part: int, parts: int) -> set[tuple[str, int, int]]:
-    """What must have run before, as (kind, micro-batch, part)."""
-    kind, m = action.kind, action.micro_batch
-    if kind == "F":
-        return {("F", m, part - 1)} if part else set()
-    if kind == "W":
-        return {("B", m, part)}
-    return {("F", m, part)} | ({("B", m, part + 1)} if part + 1 < parts else set())
-
-
 MOST_TEXT = 20_000_000
 """Characters."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,59}")
 PLACES = ("line", "loop", "v")
 _WEIGHTS = re.compile(r"\bW\d*\b")
-_KEYS = ("name", "source", "places", "chunks")
+_KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "name": (NAME.fullmatch, "lower-case letters, digits, - and _, a letter first, at most 60"),
+    "source": (
+        lambda value: len(value) <= 300 and value.isprintable(),
+        "one line of at most 300 characters",
+    ),
+    "places": (PLACES.__contains__, f"one of {', '.join(PLACES)}"),
+    "chunks": (re.compile("0{0,2}[1-9]|0?[1-9][0-9]|[1-9][0-9]{2}").fullmatch, "a number from 1 to 999"),
+}
 SECOND_LINE = (
     "Write one line for a device, or make one of both: a line that begins with a blank continues the one "
     "above."
@@ -480,28 +399,32 @@ class ScheduleText:
         for device in range(stages):
             line, own = self._list(device, values)
             self._check_chunks(own, device, line, chunks)
-            _check_complete(own, device, line, micro_batches, chunks)
             lines.append(line)
             actions.append(tuple(own))
         pipe = _pipe(self.places, stages, chunks)
-        check_progress(actions, pipe, lines)
-        return Program(tuple(actions), (pipe,), (0,) * micro_batches)
+        program = Program(tuple(actions), (pipe,), (0,) * micro_batches)
+        try:
+            resolve_order(program)
+        except UsageError as error:
+            stage = re.search(r"stage (\d+)", error.what)
+            where = f"line {lines[int(stage[1])]}: " if stage else ""
+            raise ScheduleTextError(f"{where}{error.what}", error.hint) from None
+        return program
 
     def _check_devices(self, values: Values) -> None:
         """Raises ScheduleTextError for a line of a device that there is not, or that an earlier line is of;
         `device 0` and `device p-1`, which are one with one stage alone, may stand beside each other."""
-        earlier: dict[tuple[int, int], int] = {}
+        earlier: dict[tuple[int | str, int], int] = {}
         for line, which, _ in self.rows:
-            if which is None:
-                continue
-            device = which(values)
-            if not 0 <= device < values["p"]:
+            device = "i" if which is None else which(values)
+            if isinstance(device, int) and not 0 <= device < values["p"]:
                 raise ScheduleTextError(
                     f"line {line}: device {device}, of devices 0 to {values['p'] - 1}",
                     "Remove the line, or use more stages; `device i:` is of every device without a line of "
                     "its own.",
                 )
-            first = earlier.setdefault((device, which({**values, "p": values["p"] + 1})), line)
+            with_more = 0 if which is None else which({**values, "p": values["p"] + 1})
+            first = earlier.setdefault((device, with_more), line)
             if first != line:
                 raise ScheduleTextError(
                     f"line {line}: device {device}: line {first} is of it already", SECOND_LINE
@@ -577,24 +500,6 @@ def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[A
     return own
 
 
-def _check_complete(own: Sequence[Action], device: int, line: int, micro_batches: int, chunks: int) -> None:
-    times = Counter(own)
-    where = f"line {line}: device {device}"
-    for action, count in times.items():
-        if count > 1:
-            raise ScheduleTextError(f"{where}: {action} stands {count} times", "Name every action once.")
-    all_actions = (
-        Action(kind, m, c) for kind in ("F", "B") for c in range(chunks) for m in range(micro_batches)
-    )
-    for action in all_actions:
-        if action not in times:
-            raise ScheduleTextError(
-                f"{where}: {action} is missing, with {micro_batches} micro-batches",
-                "Every micro-batch needs an F and a B on every chunk; repeat more often: what is too much is "
-                "left out.",
-            )
-
-
 def _pipe(places: str, stages: int, chunks: int) -> tuple[StageSlot, ...]:
     if places == "v":
         return v_pipe(stages)[0]
@@ -611,7 +516,6 @@ def read_schedule(text: str) -> ScheduleText:
     splits = False
     lists: dict[str, Writer] = {}
     rows: list[tuple[int, Number | None, Writer]] = []
-    line_of_devices: dict[str, int] = {}
     for line, content in _logical_lines(text):
         word = content.split(None, 1)[0]
         splits |= word in ("let", "device") and _WEIGHTS.search(content) is not None
@@ -620,7 +524,6 @@ def read_schedule(text: str) -> ScheduleText:
             lists[name] = write
         elif word == "device":
             rows.append((line, *LineReader(content[6:], line, set(lists)).read_row()))
-            _refuse_second_line(content, line, line_of_devices)
         else:
             key, colon, value = content.partition(":")
             if not colon or key.strip() not in _KEYS or key.strip() in fields:
@@ -643,31 +546,10 @@ def read_schedule(text: str) -> ScheduleText:
     return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows, splits)
 
 
-def _refuse_second_line(content: str, line: int, earlier: dict[str, int]) -> None:
-    """Raises ScheduleTextError for a line of `device`s that an earlier one is of, in the same words."""
-    devices = "".join(content.split(":")[0].split()[1:])
-    first = earlier.setdefault(devices, line)
-    if first != line:
-        raise ScheduleTextError(
-            f"line {line}: {short_repr(content)}: line {first} is of device {devices} already", SECOND_LINE
-        )
-
-
 def _checked(key: str, value: str, line: int) -> str:
-    allowed = {
-        "name": bool(NAME.fullmatch(value)),
-        "source": len(value) <= 300 and value.isprintable(),
-        "places": value in PLACES,
-        "chunks": value.isascii() and value.isdigit() and 1 <= len(value) <= 3 and int(value) > 0,
-    }
-    if not allowed[key]:
-        rules = {
-            "name": "lower-case letters, digits, - and _, a letter first, at most 60",
-            "source": "one line of at most 300 characters",
-            "places": f"one of {', '.join(PLACES)}",
-            "chunks": "a number from 1 to 999",
-        }
-        raise ScheduleTextError(f"line {line}: {key}: {short_repr(value)}", f"Write {rules[key]}.")
+    is_allowed, rule = _KEYS[key]
+    if not is_allowed(value):
+        raise ScheduleTextError(f"line {line}: {key}: {short_repr(value)}", f"Write {rule}.")
     return value
 
 

@@ -56,8 +56,8 @@ def test_a_schedule_that_runs_with_no_numbers_says_why(
     finally:
         SCHEDULES.pop("infeasible-own")
     assert error.what == (
-        "infeasible-own: with 2 stages, schedule infeasible-own: line 3: device 1 waits for ever at B0, for "
-        "F0 of device 1"
+        "infeasible-own: with 2 stages, schedule infeasible-own: line 3: the actions wait for each other: "
+        "stage 1 waits at B0 for F0 of stage 1"
     )
     options = PlanOptions(mini_batch=5, schedule="chimera", micro_batches=5)
     error = refused(Problem(make_chain(3, 6, cuts=1.1), make_topology(2), options))
