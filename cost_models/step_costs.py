@@ -25,7 +25,7 @@ forwards before it, and returns when all backwards up to the next forward are la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -273,91 +273,41 @@ def check_shape(name: str, values: Any, shape: tuple[tuple[str, int], ...]) -> N
         )
 
 
-@dataclass(frozen=True, eq=False)
-class PipelineCosts:
-    """Seconds of one plan, or of many side by side.
+def linear_costs(
+    forward: Array,
+    backward: Array,
+    occupancy: Array,
+    latency: Array,
+    *,
+    accumulation: Array | None = None,
+    **launches: Any,
+) -> Costs:
+    """Costs of stages of one chunk each, with the same transfers both ways.
 
-    `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
-    between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
-    `forward_launch`, `backward_launch` and `recompute_launch` (shape as `forward`) are host seconds, of
-    `hosts`, as of `Costs`; None: no host is late. `all_reduce` (stages,) follows the last backward of a
-    stage; `accumulation` (stages,) is what its first backward does not take.
+    Args:
+        forward: Seconds by (stage, micro-batch); a further last axis of every array holds candidates.
+        backward: Seconds by (stage, micro-batch).
+        occupancy: Seconds by cut, one less than stages.
+        latency: Seconds by cut.
+        accumulation: Seconds by stage that its first backward does not take.
+        launches: `forward_launch`, `backward_launch` and `recompute_launch` by (stage, micro-batch),
+            `all_reduce` by stage, and fields of `Costs` that are no arrays.
+
+    Returns:
+        The costs, whose shapes the simulator checks.
     """
-
-    forward: Array
-    backward: Array
-    occupancy: Array
-    latency: Array
-    forward_launch: Array | None = None
-    backward_launch: Array | None = None
-    recompute_launch: Array | None = None
-    all_reduce: Array | None = None
-    accumulation: Array | None = None
-    hosts: Hosts = "one"
-
-    def candidate(self, index: int) -> PipelineCosts:
-        """The costs of one of many candidates."""
-        arrays: dict[str, Any] = {name: values[..., index] for name, values in self._arrays()}
-        return replace(self, **arrays)
-
-    def _arrays(self) -> Iterator[tuple[str, Array]]:
-        """All seconds that are given, by name."""
-        for own in fields(self):
-            values = getattr(self, own.name)
-            if isinstance(values, np.ndarray):
-                yield own.name, values
-
-    def check(self, stages: int, micro_batches: int) -> None:
-        """Raises UsageError where a shape or a value cannot be."""
-        if self.forward.shape[:2] != (stages, micro_batches) or self.backward.shape[:2] != (
-            stages,
-            micro_batches,
-        ):
-            raise UsageError(
-                f"costs of shape {self.forward.shape} and {self.backward.shape} for {stages} stages and "
-                f"{micro_batches} micro-batches",
-                f"Give forward and backward as ({stages}, {micro_batches}).",
-            )
-        for name, values in self._arrays():
-            if len(values) != (stages - 1 if name in ("occupancy", "latency") else stages):
-                raise UsageError(
-                    f"{name} has {len(values)} entries for {stages} stages",
-                    "Give one an entry a stage (transfers: one a boundary, one less than stages).",
-                )
-            check_finite(name, values)
-
-    def general(self) -> Costs:
-        """The same for the simulator: stages of one chunk, one pipe."""
-
-        def chunk(values: Array | None) -> Array | None:
-            return None if values is None else values[:, None]
-
-        return Costs(
-            forward=self.forward[:, None],
-            backward=self.backward[:, None],
-            forward_launch=chunk(self.forward_launch),
-            backward_launch=chunk(self.backward_launch),
-            recompute_launch=chunk(self.recompute_launch),
-            forward_occupancy=self.occupancy[None],
-            forward_latency=self.latency[None],
-            backward_occupancy=self.occupancy[None],
-            backward_latency=self.latency[None],
-            all_reduce=chunk(self.all_reduce),
-            accumulation=None if self.accumulation is None else self.accumulation[:, None, None],
-            hosts=self.hosts,
-        )
-
-
-def uniform_costs(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer_latency: float = 0.0
-) -> PipelineCosts:
-    """Costs of stages whose micro-batches all cost the same, seconds; transfers are latency only."""
-    cuts = max(len(forward) - 1, 0)
-    return PipelineCosts(
-        forward=np.repeat(np.asarray(forward, dtype=np.float64)[:, None], micro_batches, axis=1),
-        backward=np.repeat(np.asarray(backward, dtype=np.float64)[:, None], micro_batches, axis=1),
-        occupancy=np.zeros(cuts),
-        latency=np.full(cuts, transfer_latency),
+    others: dict[str, Any] = {
+        name: own[:, None] if isinstance(own, np.ndarray) else own for name, own in launches.items()
+    }
+    return Costs(
+        forward=forward[:, None],
+        backward=backward[:, None],
+        forward_occupancy=occupancy[None],
+        forward_latency=latency[None],
+        backward_occupancy=occupancy[None],
+        backward_latency=latency[None],
+        accumulation=None if accumulation is None else accumulation[:, None, None],
+        **others,
     )
 
 

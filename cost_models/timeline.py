@@ -22,13 +22,11 @@ from .errors import UsageError
 from .program import Action, Program, linear_program
 from .program_order import NONE, Indices, Order, resolve_order
 from .quantities import format_count, format_seconds, percent
-from .schedules import cached_program
 from .simulator import Reduction, Run, reductions, run, run_many
 from .step_costs import (
     ActionCosts,
     Array,
     Costs,
-    PipelineCosts,
     has_static_link_order,
     lower_costs,
 )
@@ -304,8 +302,8 @@ class Timeline:
         return list(bytes_in_flight)
 
 
-def simulate(actions: Program | Sequence[Sequence[Action]], costs: PipelineCosts | Costs) -> Timeline:
-    """Runs a program, or the lists of a straight pipeline, with these costs (one candidate).
+def simulate(actions: Program | Sequence[Sequence[Action]], costs: Costs) -> Timeline:
+    """Run a program, or the lists of a straight pipeline, with these costs (one candidate).
 
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
     for costs that cannot be.
@@ -313,34 +311,37 @@ def simulate(actions: Program | Sequence[Sequence[Action]], costs: PipelineCosts
     order = resolve_order(
         actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
     )
-    values = lower_costs(order, _single(_general(order.program, costs)))
+    if costs.candidates is not None:
+        raise UsageError(
+            f"costs of {costs.candidates} candidates: a timeline is of one",
+            "Take one, costs.candidate(index), or ask for step_seconds.",
+        )
+    values = lower_costs(order, costs)
     ran = run(values)
     reduced = reductions(values, ran)
     return Timeline(order, values.costs, ran, reduced, _stage_ends(values, ran, reduced))
 
 
-def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs) -> Array:
+def step_seconds(program: Program, costs: Costs) -> Array:
     """Step seconds of many candidates side by side, shape (candidates,): the costs' last axis.
 
-    A program's dependencies are worked out once and kept as long as it is; of a schedule by name, for
-    `PipelineCosts`, the programs used last are kept.
+    The program's dependencies are worked out once and kept as long as it is.
     """
-    program = schedule if isinstance(schedule, Program) else _cached_program(schedule, costs)
-    order, general = resolve_order(program), _general(program, costs)
-    if general.candidates in (None, 1):
-        single = general if general.candidates is None else general.candidate(0)
+    order = resolve_order(program)
+    if costs.candidates in (None, 1):
+        single = costs if costs.candidates is None else costs.candidate(0)
         return np.array([_step(lower_costs(order, single))])
-    values = lower_costs(order, general)
+    values = lower_costs(order, costs)
     if not (has_static_link_order(values) and _ends_alone(values)):
-        singles = (general.candidate(index) for index in range(values.duration.shape[1]))
+        singles = (costs.candidate(index) for index in range(values.duration.shape[1]))
         return np.array([_step(lower_costs(order, single)) for single in singles])
     ends = run_many(values)
-    if general.all_reduce is not None:
-        ends = ends + general.all_reduce[:, 0]
-    ends = ends_after_sums(ends, general.tied)
-    if general.optimizer is not None and not program.update_every:
-        ends = ends + general.optimizer
-    latest: Array = np.maximum(np.max(ends, axis=0), general.port_seconds)
+    if costs.all_reduce is not None:
+        ends = ends + costs.all_reduce[:, 0]
+    ends = ends_after_sums(ends, costs.tied)
+    if costs.optimizer is not None and not program.update_every:
+        ends = ends + costs.optimizer
+    latest: Array = np.maximum(np.max(ends, axis=0), costs.port_seconds)
     return latest
 
 
@@ -359,31 +360,6 @@ def runs_side_by_side(program: Program, costs: Costs) -> bool:
     """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
     values = lower_costs(resolve_order(program), costs if costs.candidates is None else costs.candidate(0))
     return has_static_link_order(values) and _ends_alone(values)
-
-
-def _cached_program(schedule: str, costs: PipelineCosts | Costs) -> Program:
-    if isinstance(costs, Costs):
-        raise UsageError(
-            f"schedule {schedule} by name, with costs by device and chunk",
-            "Give the program: find_schedule(name).program(stages, micro_batches, virtual_stages).",
-        )
-    return cached_program(schedule, *costs.forward.shape[:2])
-
-
-def _single(costs: Costs) -> Costs:
-    if costs.candidates is not None:
-        raise UsageError(
-            f"costs of {costs.candidates} candidates: a timeline is of one",
-            "Take one, costs.candidate(index), or ask for step_seconds.",
-        )
-    return costs
-
-
-def _general(program: Program, costs: PipelineCosts | Costs) -> Costs:
-    if isinstance(costs, Costs):
-        return costs
-    costs.check(program.devices, program.micro_batches)
-    return costs.general()
 
 
 def _step(values: ActionCosts) -> float:

@@ -25,7 +25,7 @@ from ...cost_models.program import Program
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import cached_program
 from ...cost_models.simulator import LinearCosts, linear_ends
-from ...cost_models.step_costs import Costs, Hosts, PipelineCosts, find_transfers
+from ...cost_models.step_costs import Costs, Hosts, find_transfers, linear_costs
 from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import bytes_by_layer, tied_exchanges
@@ -104,7 +104,7 @@ class Pipelines:
         if self.routes is None:
             if (ends := self._linear_ends(None)) is not None:
                 return np.asarray((ends + self.exposed_allreduce.T).max(axis=0))
-            return step_seconds(self._program, self._general())
+            return step_seconds(self._program, self.costs())
         sharings = self._sharings(self.routes)
         steps = np.array([own.port_seconds for own in sharings])
         patterns: dict[bytes, list[int]] = {}
@@ -118,7 +118,7 @@ class Pipelines:
 
     def _alike(self, sharings: Sequence[PortSharing], limit: float | None) -> Floats:
         """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
-        costs = replace(self._general(), links=sharings[0].links)
+        costs = replace(self.costs(), links=sharings[0].links)
         blocked = self.transfers != "overlapped" and (
             self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
         )
@@ -198,14 +198,11 @@ class Pipelines:
     def _program(self) -> Program:
         return cached_program(self.config.schedule, self.stages, self.config.micro_batches)
 
-    def _general(self) -> Costs:
-        return replace(self.costs().general(), transfers=find_transfers(self.transfers))
-
-    def costs(self) -> PipelineCosts:
+    def costs(self) -> Costs:
         """For the simulator."""
         late = self._is_late
         again = self.backward_launch - self.plain_launch
-        return PipelineCosts(
+        return linear_costs(
             forward=self._over(self.forward, self.forward),
             backward=self._over(self.backward, self.plain),
             occupancy=self.occupancy.T,
@@ -216,6 +213,7 @@ class Pipelines:
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
             accumulation=self.accumulation.T,
             hosts=self.hosts,
+            transfers=find_transfers(self.transfers),
         )
 
     def _over(self, usual: Floats, last: Floats) -> Floats:

@@ -10,15 +10,15 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.step_costs import PipelineCosts, uniform_costs
+from pplan.cost_models.step_costs import Costs, linear_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
 STRAIGHT = ("gpipe", "1f1b")
 F0, B0, F1, B1 = Action("F", 0), Action("B", 0), Action("F", 1), Action("B", 1)
 
 
-def random_costs(rng: np.random.Generator, stages: int, micro_batches: int) -> PipelineCosts:
-    return PipelineCosts(
+def random_costs(rng: np.random.Generator, stages: int, micro_batches: int) -> Costs:
+    return linear_costs(
         forward=rng.random((stages, micro_batches)),
         backward=2 * rng.random((stages, micro_batches)),
         occupancy=rng.random(stages - 1) * rng.choice([0, 1, 3]),
@@ -26,9 +26,22 @@ def random_costs(rng: np.random.Generator, stages: int, micro_batches: int) -> P
     )
 
 
-def longest_path(actions: list[list[Action]], costs: PipelineCosts) -> float:
+def uniform_costs(
+    forward: list[float], backward: list[float], micro_batches: int, transfer_latency: float = 0.0
+) -> Costs:
+    """Stages whose micro-batches all cost the same; transfers are latency only."""
+    cuts = max(len(forward) - 1, 0)
+    forwards, backwards = (
+        np.repeat(np.array(own)[:, None], micro_batches, axis=1) for own in (forward, backward)
+    )
+    return linear_costs(forwards, backwards, np.zeros(cuts), np.full(cuts, transfer_latency))
+
+
+def longest_path(actions: list[list[Action]], costs: Costs) -> float:
     """The step by another way: a graph of events, transfers on their links among them."""
     graph: nx.DiGraph = nx.DiGraph()
+    assert costs.forward_occupancy is not None
+    assert costs.forward_latency is not None
     tables = {"F": costs.forward, "B": costs.backward}
 
     def after(node: object, before: object, seconds: float) -> None:
@@ -37,7 +50,7 @@ def longest_path(actions: list[list[Action]], costs: PipelineCosts) -> float:
     for stage, own in enumerate(actions):
         sent: dict[str, object] = {}
         for index, action in enumerate(own):
-            seconds = tables[action.kind][stage, action.micro_batch]
+            seconds = tables[action.kind][stage, 0, action.micro_batch]
             start, end = (stage, action, "start"), (stage, action, "end")
             after(end, start, seconds)
             after(start, "begin" if index == 0 else (stage, own[index - 1], "end"), 0)
@@ -46,11 +59,11 @@ def longest_path(actions: list[list[Action]], costs: PipelineCosts) -> float:
                 cut = min(stage, target)
                 on_link, off_link = (stage, action, "on"), (stage, action, "off")
                 after(on_link, end, 0)
-                after(off_link, on_link, costs.occupancy[cut])
+                after(off_link, on_link, costs.forward_occupancy[0, cut])
                 if action.kind in sent:
                     after(on_link, sent[action.kind], 0)
                 sent[action.kind] = off_link
-                after((target, action, "start"), off_link, costs.latency[cut])
+                after((target, action, "start"), off_link, costs.forward_latency[0, cut])
         after("done", (stage, own[-1], "end"), 0)
     return float(nx.dag_longest_path_length(graph))
 
@@ -98,7 +111,7 @@ def test_published_bubble_rate_of_1f1b(
 def test_gpipe_is_two_flow_shops() -> None:
     rng = np.random.default_rng(7)
     forward, backward, cut = rng.random(5), rng.random(5), 3 * rng.random(4)
-    costs = PipelineCosts(
+    costs = linear_costs(
         forward=np.repeat(forward[:, None], 6, axis=1),
         backward=np.repeat(backward[:, None], 6, axis=1),
         occupancy=cut,
@@ -119,7 +132,7 @@ def test_transfers_of_no_cost_change_nothing() -> None:
 
 
 def test_a_link_carries_one_transfer_at_a_time() -> None:
-    costs = PipelineCosts(
+    costs = linear_costs(
         np.array([[1.0, 1.0], [1.0, 1.0]]), np.zeros((2, 2)), np.array([4.0]), np.array([0.5])
     )
     timeline = simulate(find_schedule("gpipe").actions(2, 2), costs)
@@ -129,7 +142,7 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
 
 def test_one_process_launches_in_turn() -> None:
     """Two stages, one micro-batch: launches of 5 s each in the order F, F, B, B outlast work of 1 s each."""
-    costs = PipelineCosts(
+    costs = linear_costs(
         forward=np.ones((2, 1)),
         backward=np.ones((2, 1)),
         occupancy=np.zeros(1),
@@ -147,7 +160,7 @@ def test_one_process_launches_in_turn() -> None:
 
 
 def test_all_reduce_follows_the_last_backward() -> None:
-    costs = PipelineCosts(
+    costs = linear_costs(
         np.ones((2, 1)), np.ones((2, 1)), np.zeros(1), np.zeros(1), all_reduce=np.array([0.5, 3.0])
     )
     assert simulate(find_schedule("gpipe").actions(2, 1), costs).stage_end == (4.5, 6.0)
@@ -156,16 +169,11 @@ def test_all_reduce_follows_the_last_backward() -> None:
 def test_candidates_side_by_side_are_the_single_ones() -> None:
     rng = np.random.default_rng(3)
     single = [random_costs(rng, 4, 5) for _ in range(7)]
-    together = PipelineCosts(
-        forward=np.stack([costs.forward for costs in single], axis=-1),
-        backward=np.stack([costs.backward for costs in single], axis=-1),
-        occupancy=np.stack([costs.occupancy for costs in single], axis=-1),
-        latency=np.stack([costs.latency for costs in single], axis=-1),
-    )
+    together = Costs.side_by_side(single)
     for name in STRAIGHT:
         actions = find_schedule(name).actions(4, 5)
         expected = [simulate(actions, costs).step_seconds for costs in single]
-        assert step_seconds(name, together).tolist() == expected
+        assert step_seconds(find_schedule(name).program(4, 5), together).tolist() == expected
         assert simulate(actions, together.candidate(2)).step_seconds == expected[2]
 
 
@@ -195,18 +203,13 @@ def test_impossible_lists_are_refused(actions: list[list[Action]], message: str)
 def test_impossible_costs_are_refused(bad: float) -> None:
     with pytest.raises(UsageError, match="forward holds"):
         simulate(find_schedule("gpipe").actions(2, 1), uniform_costs([1.0, bad], [1.0, 1.0], 1))
-    with pytest.raises(UsageError, match="costs of shape"):
-        simulate(find_schedule("gpipe").actions(2, 2), uniform_costs([1.0, 1.0], [1.0, 1.0], 1))
+    with pytest.raises(UsageError, match="forward of shape"):
+        simulate(find_schedule("gpipe").actions(2, 3), uniform_costs([1.0, 1.0], [1.0, 1.0], 2))
 
 
 def test_a_timeline_is_of_one_candidate() -> None:
-    costs = PipelineCosts(np.ones((2, 1, 3)), np.ones((2, 1, 3)), np.zeros((1, 3)), np.zeros((1, 3)))
+    costs = linear_costs(np.ones((2, 1, 3)), np.ones((2, 1, 3)), np.zeros((1, 3)), np.zeros((1, 3)))
     program = find_schedule("gpipe").program(2, 1)
     with pytest.raises(UsageError, match="costs of 3 candidates: a timeline is of one"):
         simulate(program, costs)
     assert step_seconds(program, costs).tolist() == [4, 4, 4]
-
-
-def test_costs_by_chunk_need_the_program() -> None:
-    with pytest.raises(UsageError, match="schedule gpipe by name"):
-        step_seconds("gpipe", uniform_costs([1.0], [1.0], 1).general())

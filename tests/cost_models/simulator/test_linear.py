@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.simulator import LinearCosts, linear_ends
-from pplan.cost_models.step_costs import PipelineCosts
+from pplan.cost_models.step_costs import linear_costs
 from pplan.cost_models.timeline import device_ends
 
 
@@ -41,7 +41,7 @@ def engine_ends(schedule: str, micro_batches: int, own: LinearCosts) -> np.ndarr
     def each(values: np.ndarray) -> np.ndarray:
         return np.repeat(values[:, None], micro_batches, axis=1)
 
-    costs = PipelineCosts(
+    costs = linear_costs(
         forward=each(own.forward),
         backward=each(own.backward),
         occupancy=own.occupancy,
@@ -50,7 +50,7 @@ def engine_ends(schedule: str, micro_batches: int, own: LinearCosts) -> np.ndarr
         forward_launch=None if own.forward_launch is None else each(own.forward_launch),
         backward_launch=None if own.backward_launch is None else each(own.backward_launch),
         hosts="each",
-    ).general()
+    )
     program = find_schedule(schedule).program(len(own.forward), micro_batches)
     return device_ends(program, replace(costs, links=own.links))
 

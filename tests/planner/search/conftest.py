@@ -17,7 +17,7 @@ from pplan.cost_models.collectives import exposed_all_reduce_seconds
 from pplan.cost_models.layer import Chain, LayerCosts
 from pplan.cost_models.memory import StageBytes, ledger, total
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.step_costs import PipelineCosts
+from pplan.cost_models.step_costs import linear_costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import PipelineConfig, Proposal
@@ -126,7 +126,7 @@ class BruteForce:
         one_process = self.space.runtime is not None and self.space.runtime.one_process
         backward = row("backward", "forward").copy()
         backward[:, -1 if config.schedule == "gpipe" else 0] -= known["backward"] - known["first"]
-        costs = PipelineCosts(
+        costs = linear_costs(
             forward=row("forward"),
             backward=backward,
             occupancy=occupancy.reshape(stages - 1, len(plans)),
@@ -137,7 +137,7 @@ class BruteForce:
             all_reduce=known["tail"],
             hosts="one" if one_process else "each",
         )
-        steps = step_seconds(config.schedule, costs)
+        steps = step_seconds(find_schedule(config.schedule).program(stages, count), costs)
         return steps, self._fit(config, list(names), ids, modes)
 
     def _fit(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.schedules import cached_program
-from pplan.cost_models.step_costs import PipelineCosts
+from pplan.cost_models.step_costs import linear_costs
 from pplan.cost_models.timeline import simulate
 from pplan.planner.candidate import PipelineConfig
 from pplan.planner.search import pipelines
@@ -56,7 +56,7 @@ def alone(own: Pipelines, row: int) -> float:
         return table
 
     again = own.backward_launch - own.plain_launch
-    costs = PipelineCosts(
+    costs = linear_costs(
         forward=each(own.forward, own.forward),
         backward=each(own.backward, own.plain),
         occupancy=own.occupancy[row],
