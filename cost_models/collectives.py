@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -258,11 +258,6 @@ BUCKET_BYTES = 25 * MIB
 Values = Sequence[float] | npt.NDArray[np.float64]
 
 
-def point_to_point_seconds(link: Link, bytes: Amount) -> Amount:
-    """Seconds of one transfer; element by element for an array of sizes."""
-    return link.seconds(bytes)
-
-
 def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
     """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
 
@@ -282,61 +277,33 @@ def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
     return buckets
 
 
-def bucketed_all_reduce_end(
-    ready_seconds: Values,
-    bucket_bytes: Values,
-    topology: Topology,
-    devices: Sequence[int],
-) -> float:
-    """When the last bucket is reduced, where bucket k is complete at `ready_seconds[k]`; 0 without buckets.
-
-    Buckets are reduced one after another, in order (Li et al., PyTorch Distributed: Experiences on
-    Accelerating Data Parallel Training, VLDB 2020, section 3.2.3).
-    """
-    end = 0.0
-    for ready, size in zip(ready_seconds, bucket_bytes, strict=True):
-        end = max(end, float(ready)) + all_reduce_seconds(topology, devices, float(size))
-    return end
-
-
 def exposed_all_reduce_seconds(
-    layer_backward_seconds: Values,
-    layer_parameter_bytes: Values,
-    topology: Topology,
-    devices: Sequence[int],
-) -> float:
+    layer_backward_seconds: Values, layer_parameter_bytes: Values, topology: Topology, devices: Sequence[int]
+) -> Any:
     """Seconds from the end of the backward pass until the gradients of all replicas are reduced.
 
-    Figures of layers stand in forward order; backward runs from the last to the first, and the gradients of a
-    layer, as large as its parameters and taken as one, are ready when its backward ends. Reducing overlaps
-    the backward that is left, as in DistributedDataParallel, and slows it nowhere.
+    Reducing overlaps the backward that is left, as in DistributedDataParallel, and slows it nowhere. Buckets
+    are reduced one after another, in order (Li et al., PyTorch Distributed: Experiences on Accelerating Data
+    Parallel Training, VLDB 2020, section 3.2.3).
+
+    Args:
+        layer_backward_seconds: By layer in forward order, (layers,); or of many passes, (many, layers).
+        layer_parameter_bytes: By layer; its gradients are as large, and ready when its backward ends.
+        topology: Devices and links.
+        devices: Ranks of the replicas.
+
+    Returns:
+        One value, or one for each pass.
     """
-    backward = np.asarray(layer_backward_seconds, dtype=np.float64)[::-1]
+    done = np.cumsum(np.asarray(layer_backward_seconds, dtype=np.float64)[..., ::-1], axis=-1)
     gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
+    end = np.zeros(done.shape[:-1])
     if len(devices) == 1 or not gradients.any():
-        return 0.0
-    done = np.cumsum(backward)
-    last, sizes = _bucket_ends(gradients)
-    end = bucketed_all_reduce_end(done[last], sizes, topology, devices)
-    return max(0.0, end - float(done[-1]))
-
-
-def exposed_all_reduces(
-    layer_backward_seconds: npt.NDArray[np.float64],
-    layer_parameter_bytes: Values,
-    topology: Topology,
-    devices: Sequence[int],
-) -> npt.NDArray[np.float64]:
-    """(many,): `exposed_all_reduce_seconds` for many backward passes of the same layers, (many, layers)."""
-    gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
-    end = np.zeros(len(layer_backward_seconds))
-    if len(devices) == 1 or not gradients.any():
-        return end
-    done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
+        return end if end.ndim else 0.0
     for layer, size in zip(*_bucket_ends(gradients), strict=True):
-        end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size)
-    exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
-    return exposed
+        end = np.maximum(end, done[..., layer]) + all_reduce_seconds(topology, devices, size)
+    exposed = np.maximum(end - done[..., -1], 0.0)
+    return exposed if exposed.ndim else float(exposed)
 
 
 def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:

@@ -70,14 +70,6 @@ class StageTime(NamedTuple):
     update: float
 
 
-class PeakMemory(NamedTuple):
-    """The first moment at which a stage holds most, and the forwards whose activations are alive then."""
-
-    second: float
-    bytes: float
-    alive: tuple[Action, ...]
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """A simulated step. `stage_end` includes all-reduce and optimizer."""
@@ -237,58 +229,34 @@ class Timeline:
         bytes_in_flight: float | Sequence[float],
         first_part: Sequence[tuple[float, float]] | None = None,
     ) -> list[tuple[float, float]]:
-        """(second, bytes from then on) of a stage that keeps `resident_bytes`, and for every micro-batch in
-        flight `bytes_in_flight`: of the whole stage, or one value a chunk. `first_part`: by chunk, what a B
-        that a W follows adds as it begins, and as it ends. Where one ends as another starts, the end comes
-        first."""
-        level, points = float(resident_bytes), [(0.0, float(resident_bytes))]
-        for second, change, *_ in self._changes(stage, bytes_in_flight, first_part):
-            level += change
-            points.append((second, level))
-        return points
+        """List (second, bytes from then on) of a stage.
 
-    def peak_memory(
-        self,
-        stage: int,
-        resident_bytes: float,
-        bytes_in_flight: float | Sequence[float],
-        first_part: Sequence[tuple[float, float]] | None = None,
-    ) -> PeakMemory:
-        """When a stage first holds most, and what is alive then. Arguments as of `memory_over_time`."""
-        level, alive = float(resident_bytes), dict[tuple[int, int], Action]()
-        peak = PeakMemory(0.0, level, ())
-        for second, change, action, ends in self._changes(stage, bytes_in_flight, first_part):
-            level += change
-            if action.kind == "F":
-                alive[action.micro_batch, action.chunk] = action
-            elif ends:
-                del alive[action.micro_batch, action.chunk]
-            if level > peak.bytes:
-                peak = PeakMemory(second, level, tuple(alive.values()))
-        return peak
+        Args:
+            stage: The stage.
+            resident_bytes: Bytes that it holds all the time.
+            bytes_in_flight: Bytes of every micro-batch in flight: of the whole stage, or one value a chunk.
+            first_part: By chunk, bytes that a B with a W of its own adds as it begins, and as it ends.
 
-    def _changes(
-        self,
-        stage: int,
-        bytes_in_flight: float | Sequence[float],
-        first_part: Sequence[tuple[float, float]] | None,
-    ) -> list[tuple[float, float, Action, bool]]:
-        """(second, change of bytes, action, whether the micro-batch's stay ends) on a stage."""
+        Returns:
+            The changes in order. Where one action ends as another starts, the end comes first.
+        """
         sizes = self._bytes_by_chunk(bytes_in_flight)
         parts = first_part or [(0.0, 0.0)] * len(sizes)
-        changes = []
+        level, points = float(resident_bytes), [(0.0, float(resident_bytes))]
         for i in self._own[stage].tolist():
-            action, share = self.order.actions[i], self.program.share(self.order.actions[i].micro_batch)
-            start, end = float(self.run.start[i]), float(self.run.end[i])
+            action, start, end = self.order.actions[i], float(self.run.start[i]), float(self.run.end[i])
+            begins, ends = parts[action.chunk]
             if action.kind == "F":
-                changes.append((start, sizes[action.chunk] * share, action, False))
+                changes = [(start, sizes[action.chunk])]
             elif self.order.finishing[i]:
-                amount = sizes[action.chunk] + (sum(parts[action.chunk]) if action.kind == "W" else 0.0)
-                changes.append((end, -amount * share, action, True))
-            elif first_part is not None:
-                begins, ends = parts[action.chunk]
-                changes += [(start, begins * share, action, False), (end, ends * share, action, False)]
-        return changes
+                freed = sizes[action.chunk] + (begins + ends if action.kind == "W" else 0.0)
+                changes = [(end, -freed)]
+            else:
+                changes = [(start, begins), (end, ends)] if first_part is not None else []
+            for second, change in changes:
+                level += change * self.program.share(action.micro_batch)
+                points.append((second, level))
+        return points
 
     def _bytes_by_chunk(self, bytes_in_flight: float | Sequence[float]) -> list[float]:
         chunks = self.program.chunks

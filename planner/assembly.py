@@ -381,7 +381,7 @@ class Assembly:
             timing.costs.backward_seconds[own] * scale for timing, scale in self.timing_tables[place.device]
         ]
         backward = max(each, key=lambda seconds: float(seconds.sum()))
-        return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks)
+        return float(exposed_all_reduce_seconds(backward, gradients, self.topology, ranks))
 
 
 @lru_cache(maxsize=16)

@@ -93,7 +93,7 @@ def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> Device
     in_flight = tuple(sum(own.forward) for own in chunks)
     # What a recomputing micro-batch makes again in B is taken as there all the time, of the one at work.
     parts = tuple((sum(own.first_part), sum(own.behind_first_part)) for own in chunks)
-    most = timeline.peak_memory(device, 0.0, in_flight, parts).bytes
+    most = max(level for _, level in timeline.memory_over_time(device, 0.0, in_flight, parts))
     limit = assembly.smallest_device(device).memory_bytes
     return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit, parts)
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.collectives import exposed_all_reduces
+from ...cost_models.collectives import exposed_all_reduce_seconds
 from ...cost_models.layer import LayerCosts
 from ...cost_models.program import StageSlot
 from ...cost_models.step_costs import Array, Costs
@@ -209,7 +209,7 @@ class StepSampler:
         for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
             own = slice(table.cut_points[i], table.cut_points[j])
             backward = self._layer_draws(table, "backward")[:, own] * scale * slowdown[:, None]
-            exposed.append(exposed_all_reduces(backward, gradients[own], assembly.topology, ranks))
+            exposed.append(exposed_all_reduce_seconds(backward, gradients[own], assembly.topology, ranks))
         slowest = np.argmax(self._of_kinds(assembly, place, part, "backward"), axis=0)
         of_slowest: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
         return of_slowest

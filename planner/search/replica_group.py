@@ -1,7 +1,7 @@
 """What all stages cost on a group of replicas: seconds, the all-reduce, and the micro-batches that fit.
 
 What of the all-reduce follows the last backward is, for one stage, what
-`cost_models.communication.exposed_all_reduce_seconds` says. For all stages at once: buckets are filled from
+`cost_models.collectives.exposed_all_reduce_seconds` says. For all stages at once: buckets are filled from
 the end of a stage towards its start, so those of stages with one end are the same, but for the last one.
 """
 
@@ -83,7 +83,7 @@ class Buckets:
 
 
 def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
-    """The buckets as DistributedDataParallel makes them: see `communication.gradient_buckets`."""
+    """The buckets as DistributedDataParallel makes them: see `collectives.gradient_buckets`."""
     ends = np.array(cut_points)
     filled, size = np.zeros(len(ends)), np.full(len(ends), float(FIRST_BUCKET_BYTES))
     last = np.zeros(len(ends), dtype=np.int64)

@@ -12,11 +12,8 @@ from pplan.cost_models.collectives import (
     FIRST_BUCKET_BYTES,
     MIB,
     all_reduce_seconds,
-    bucketed_all_reduce_end,
     exposed_all_reduce_seconds,
-    exposed_all_reduces,
     gradient_buckets,
-    point_to_point_seconds,
 )
 from pplan.cost_models.topology import Device, Link, two_level_topology
 
@@ -26,8 +23,8 @@ PAIR = [0, 1]
 
 
 def test_a_transfer() -> None:
-    assert point_to_point_seconds(BETWEEN, 3e9) == pytest.approx(3.002)
-    assert point_to_point_seconds(BETWEEN, np.array([1e9, 2e9])).tolist() == pytest.approx([1.002, 2.002])
+    assert BETWEEN.seconds(3e9) == pytest.approx(3.002)
+    assert BETWEEN.seconds(np.array([1e9, 2e9])).tolist() == pytest.approx([1.002, 2.002])
 
 
 def fastest_by_steps(replicas: int, link: Link, size: float) -> float:
@@ -67,14 +64,6 @@ def test_buckets_are_those_of_torch(seed: int) -> None:
     assert len(expected) > 2
     buckets = gradient_buckets([4.0 * int(number) for number in numbers])
     assert [list(range(*bucket)) for bucket in buckets] == expected
-
-
-def test_buckets_wait_for_their_gradients_and_for_each_other() -> None:
-    # Reducing 4 GB over two devices takes 0.502 s; a bucket waits for the one before and for its gradients.
-    end = bucketed_all_reduce_end([1.0, 1.1, 9.0], [4e9, 4e9, 4e9], TOPOLOGY, PAIR)
-    assert end == pytest.approx(9.502)
-    assert bucketed_all_reduce_end([1.0, 1.1], [4e9, 4e9], TOPOLOGY, PAIR) == pytest.approx(2.004)
-    assert bucketed_all_reduce_end([], [], TOPOLOGY, PAIR) == 0.0
 
 
 def test_exposed_seconds_by_hand() -> None:
@@ -163,9 +152,9 @@ def test_exposed_seconds_lie_between_the_last_bucket_and_the_whole(layers: list[
 def test_many_backward_passes_are_the_single_ones() -> None:
     rng = np.random.default_rng(0)
     backward, gradients = rng.random((6, 9)), 1e10 * rng.random(9) * (rng.random(9) < 0.8)
-    many = exposed_all_reduces(backward, gradients, TOPOLOGY, PAIR)
+    many = exposed_all_reduce_seconds(backward, gradients, TOPOLOGY, PAIR)
     each = [exposed_all_reduce_seconds(row, gradients, TOPOLOGY, PAIR) for row in backward]
     assert many.tolist() == pytest.approx(each)
     assert len(set(each)) > 3
-    assert exposed_all_reduces(backward, gradients, TOPOLOGY, [0]).tolist() == [0.0] * 6
-    assert exposed_all_reduces(backward, np.zeros(9), TOPOLOGY, PAIR).tolist() == [0.0] * 6
+    assert exposed_all_reduce_seconds(backward, gradients, TOPOLOGY, [0]).tolist() == [0.0] * 6
+    assert exposed_all_reduce_seconds(backward, np.zeros(9), TOPOLOGY, PAIR).tolist() == [0.0] * 6

@@ -87,7 +87,6 @@ SPLIT = linear_program(
 def test_activations_live_to_the_weight_gradient() -> None:
     timeline = simulate(SPLIT, stage_costs(SPLIT, 1.0, 1.0, 1.0))
     assert timeline.memory_over_time(0, 100, 10) == [(0, 100), (0, 110), (1, 120), (5, 110), (6, 100)]
-    assert timeline.peak_memory(0, 100, 10) == (1, 120, (Action("F", 0), Action("F", 1)))
     assert timeline.peak_in_flight == (2,)
 
 
@@ -97,7 +96,6 @@ def test_chunks_hold_their_part_or_their_own_bytes() -> None:
     timeline = simulate(program, stage_costs(program, 2.0, 2.0))
     assert timeline.memory_over_time(0, 0, 10) == [(0, 0), (0, 5), (1, 10), (3, 5), (4, 0)]
     assert timeline.memory_over_time(0, 0, [7, 1]) == [(0, 0), (0, 7), (1, 8), (3, 7), (4, 0)]
-    assert timeline.peak_memory(0, 0, [7, 1]).alive == (Action("F", 0), Action("F", 0, 1))
     with pytest.raises(UsageError, match="bytes_in_flight: 3 values for 2 chunks"):
         timeline.memory_over_time(0, 0, [1, 2, 3])
 
@@ -110,7 +108,6 @@ def test_in_flight_is_what_memory_over_time_holds(name: str) -> None:
         levels = [level for _, level in timeline.memory_over_time(stage, 0, 1)]
         assert max(levels) == pytest.approx(peak)
         assert levels[-1] == pytest.approx(0)
-        assert timeline.peak_memory(stage, 0, 1).bytes == pytest.approx(peak)
 
 
 def test_what_lies_between_the_parts_of_a_backward() -> None:
@@ -124,7 +121,5 @@ def test_what_lies_between_the_parts_of_a_backward() -> None:
     assert timeline.step_seconds == 6.0
     points = timeline.memory_over_time(0, 100.0, 10.0, [(2.0, 3.0)])
     assert points == [(0.0, 100.0), (0.0, 110.0), (1.0, 112.0), (3.0, 115.0), (6.0, 100.0)]
-    peak = timeline.peak_memory(0, 100.0, 10.0, [(2.0, 3.0)])
-    assert (peak.second, peak.bytes) == (3.0, 115.0)
     plain = timeline.memory_over_time(0, 100.0, 10.0)
     assert plain == [(0.0, 100.0), (0.0, 110.0), (6.0, 100.0)]

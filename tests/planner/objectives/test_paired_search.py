@@ -193,5 +193,8 @@ def test_what_a_device_holds_of_each_part(stages: int, micro_batches: int) -> No
     program = find_schedule("wpipe").program(stages, micro_batches)
     timeline = simulate(program, stage_costs(program, 1.0, 2.0))
     for device in range(stages):
-        peaks = [timeline.peak_memory(device, 0, own).bytes for own in ([1.0, 0.0], [0.0, 1.0])]
+        peaks = [
+            max(level for _, level in timeline.memory_over_time(device, 0, own))
+            for own in ([1.0, 0.0], [0.0, 1.0])
+        ]
         assert _most_in_flight(program, device) == tuple(peaks)
