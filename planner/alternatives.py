@@ -71,7 +71,8 @@ def _for_runtimes(
 
 
 def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-    """The fastest of some plans, as the problem's runtime runs them, and its baselines."""
+    """The fastest of some plans, as the problem's runtime runs them; and its baselines, if that plan leaves
+    devices idle."""
     proposals = [
         replace(plan.proposal, config=replace(plan.config, recompute=mode), devices=_in_order(plan))
         for plan in sorted(plans, key=lambda plan: plan.step_seconds)
@@ -79,6 +80,8 @@ def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
         if plan.config.virtual_stages == 1 and plan.config.schedule in SEARCHED
     ]
     best = fastest(problem.space, [one for one in proposals if problem.allows(one)])
+    if best is not None and best.proposal.device_count == problem.usable_gpus:
+        return [best]
     starts = [best, *(plan_with(find_planner(name), problem) for name in BASELINES)]
     return [plan for plan in starts if isinstance(plan, ScoredPlan)]
 
