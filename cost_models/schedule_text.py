@@ -175,12 +175,12 @@ class LineReader:
             while (match := _LITERAL.fullmatch(self.word)) and self._following not in ("*", ".", "["):
                 literals.append(Written(match[1], int(match[2]), int(match[3] or 0)))
                 self.at += 1
-            terms.append(self._counted(literals) if literals else self._term())
+            terms.append(self._count_term(literals) if literals else self._term())
         if closing:
             self.take(closing)
         return lambda values, device: chain.from_iterable(term(values, device) for term in terms)
 
-    def _counted(self, actions: Sequence[Written]) -> Writer:
+    def _count_term(self, actions: Sequence[Written]) -> Writer:
         line = self.line
 
         def write(values: Values, device: DeviceList) -> Iterator[Written]:  # noqa: ARG001 - called as all are

@@ -70,7 +70,7 @@ _ROOMS = {
     "api.solve": "frontier solve",
     "api.sweep": "sweep",
     "api.verify": "verify",
-    "cost_models.schedules.registration": "register_schedule",
+    "cost_models.schedule_text": "register_schedule",
     "planner.plan_file": "Plan",
     "profiler.profile_file": "Profile",
 }

@@ -38,7 +38,7 @@ class Efficiency:
 class Curves:
     """Of FLOPs and of bytes. The defaults are those of single operators, for large ones: published rates of
     whole trainings are met with them (benchmarks/estimates.py). They lie above the shares of
-    `cost_models.machines.rooflines`, which are of a transformer's kernels in a step, with what lies between.
+    `cost_models.machines`, which are of a transformer's kernels in a step, with what lies between.
     """
 
     compute: Efficiency = Efficiency(0.75, 2e-6)
