@@ -60,7 +60,7 @@ TABLES = {
 }
 """Of each table its command, and the headings that every width shows."""
 LONG = (
-    "solve.solve sweep.sweep frontier.frontier explain.explain explain.compare replan.replan "
+    "solve.solve sweep.sweep solve.frontier explain.explain explain.compare explain.replan "
     "degrees.find_degrees lint.lint_layout simulate.simulate_files"
 )
 """What works the tables' figures out: once for all widths."""
