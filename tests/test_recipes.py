@@ -16,42 +16,36 @@ ROOMS = {
     "pplan": "pplan",
     **{name: f"pplan/{name}" for name in ("cost_models", "planner", "profiler", "runtimes", "cli")},
 }
-SCHEDULE = '''"""All forwards, then all backwards from the first micro-batch to the last."""
-
-from .action import Action, Program, Schedule, linear_program
-
-
-def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+SCHEDULE = '''def toy_order(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+    """All forwards, then all backwards from the first micro-batch to the last."""
     order = [Action(kind, number) for kind in ("F", "B") for number in range(micro_batches)]
     return linear_program([order] * stages)
 
 
-SCHEDULE = Schedule(
-    "toy-order",
-    program,
-    source="a toy",
-    needs="memory for all micro-batches",
-    bubble="(p-1)/(m+p-1)",
-    in_flight_formula="m",
-)
 '''
+ENTRY = """    Schedule(
+        "toy-order",
+        toy_order,
+        source="a toy",
+        needs="memory for all micro-batches",
+        bubble="(p-1)/(m+p-1)",
+        in_flight_formula="m",
+    ),
+"""
 PLANNER = '''"""The first layer alone, all others behind it."""
 
 from collections.abc import Iterator
 
 from ..candidate import Proposal, linear_pipeline
-from .base import linear_configs
+from .base import Planner, linear_configs
 
 
-class Toy:
-    name = "toy-planner"
-
-    def propose(self, problem) -> Iterator[Proposal]:
-        for config in linear_configs(problem):
-            yield linear_pipeline(config, [1, len(problem.space.chain)])
+def _toy(problem) -> Iterator[Proposal]:
+    for config in linear_configs(problem):
+        yield linear_pipeline(config, [1, len(problem.space.chain)])
 
 
-PLANNER = Toy()
+PLANNERS = (Planner("toy-planner", _toy),)
 '''
 EXPORT = """class ToyExport(PipeExport):
     kind: ClassVar[str] = "toy"
@@ -60,9 +54,9 @@ EXPORT = """class ToyExport(PipeExport):
 
 """
 ADDITIONS = {
-    "cost_models/schedules/__init__.py": [
-        ("    gpipe,\n", "    gpipe,\n    toy_order,\n"),
-        ("    gpipe.SCHEDULE,\n", "    gpipe.SCHEDULE,\n    toy_order.SCHEDULE,\n"),
+    "cost_models/schedules.py": [
+        ("def gpipe(\n", SCHEDULE + "def gpipe(\n"),
+        ("_ALL = (\n", "_ALL = (\n" + ENTRY),
     ],
     "planner/planners/__init__.py": [
         ('    "gpipe": "rules",\n', '    "gpipe": "rules",\n    "toy-planner": "toy_planner",\n'),
@@ -79,10 +73,7 @@ ADDITIONS = {
     ],
 }
 """By file, what the recipes say to enter: a line and the same with the toy."""
-NEW_FILES = {
-    "cost_models/schedules/toy_order.py": SCHEDULE,
-    "planner/planners/toy_planner.py": PLANNER,
-}
+NEW_FILES = {"planner/planners/toy_planner.py": PLANNER}
 COSTS = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes\n" + "".join(
     f"layer{number},0.1,0.2,1000,1000\n" for number in range(4)
 )
