@@ -382,7 +382,7 @@ def copy_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainab
 
 
 def buffer_copy_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
-    """(n, n): as `copied_bytes`, of buffers."""
+    """(n, n): as `copy_bytes`, of buffers."""
     points = np.array(cut_points)
     copies = np.zeros((len(points),) * 2)
     for buffer in buffers:

@@ -66,7 +66,7 @@ def _for_runtimes(
     if plan is None:
         return result.best, None
     exact = result.exact and plan == result.best
-    reason = CUT_SHORT if own.budget.over and not exact else ""
+    reason = CUT_SHORT if own.budget.over and not result.exact else ""
     return result.best, _alternative(own, plan, names, exact=exact, reason=reason)
 
 

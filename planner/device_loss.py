@@ -105,6 +105,7 @@ def _solve_left(problem: Problem, schedule: str, ranks: Sequence[int]) -> Scored
     seconds = min(options.time_limit, SECONDS)
     options = replace(options, mini_batch=problem.mini_batch, schedule=schedule, time_limit=seconds)
     left = replace(problem, topology=replace(topology, groups=groups), options=options)
+    left = left.with_time_limit()
     best = find_best_plan(left, planners=()).best
     if best is None:
         return None

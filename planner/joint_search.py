@@ -78,7 +78,9 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     whole, problem = problem, _with_time_for_orders(problem)
-    by_planner = {name: plan_with(find_planner(name), problem) for name in BASELINES}
+    # Among interleaved pipelines a known planner's is the simple one.
+    simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
+    by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     seeds = _allowed_plans(problem, by_planner)
     if not seeds and (smallest := _fitting_plan(problem)) is not None:
         seeds = [smallest]
@@ -246,11 +248,6 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
     if own:
         from .other_schedules import search_other_schedules  # most problems have no other schedules
 
-        if INTERLEAVED in problem.schedules:  # a known planner's is the simple one
-            plan = plan_with(find_planner(INTERLEAVED), problem, required=result.best is None)
-            if isinstance(plan, ScoredPlan):
-                seeds.append(_to_searched_devices(problem, plan))
-                limit = min(limit, plan.step_seconds)
         near, cut = search_other_schedules(problem, own, seeds, result.best, limit)
         more = [*near, *([] if cut.best is None else [cut.best])]
         result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)

@@ -479,7 +479,7 @@ class MemoryBound:
         if priced.bound >= self.limit:
             return
         raised = priced.bound - item.bound >= LITTLE * (self.limit - item.bound)
-        may_stop = self.every_range and len(priced.stages.figures.kinds) == 1
+        may_stop = self.every_range and self.limit < inf and len(priced.stages.figures.kinds) == 1
         if priced.high <= priced.low * NARROW or (may_stop and not raised):
             self._closed = min(self._closed, priced.bound)
             self.open_ranges.append(priced)

@@ -160,8 +160,9 @@ def replan(
     """The plan for the devices of `plan` that are left without those of the ranks `lost`.
 
     Of the plans with its schedule and global batch whose step is at most the share `within` longer than the
-    fastest one's, the one whose devices get the fewest bytes of weights and buffers. Where there are more
-    than some 800 plans, those near the old one are looked at. Of the result: `plan`, `moves`,
+    fastest one's, the one whose devices get the fewest bytes of weights and buffers; with `within=0` the
+    fastest one. Where there are more than some 800 plans, the search finds the fastest, and those near it
+    and near the old one are looked at. Of the result: `plan`, `moves`,
     `moved_bytes`, `checkpoint_bytes` and `move_seconds`. Optimizer states go the same way, not counted.
 
     >>> import pplan
@@ -236,7 +237,7 @@ def _list_replan_notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions
             "come from a checkpoint, whose reading is not timed"
         )
     if not answer.complete:
-        notes.append("not all plans were looked at, only those near the old one")
+        notes.append("not all plans were looked at, only those near the old one and the fastest one")
     elif not answer.any_devices:
         notes.append(
             "not all plans were looked at: the devices, or the links between them, are not alike, and stages "

@@ -82,6 +82,8 @@ def _start_workers(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(_free_port()),
+        # Under torchrun the variable says that its agent has a store at that port.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:

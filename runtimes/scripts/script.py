@@ -6,10 +6,11 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -438,8 +439,9 @@ def _check_names(*paths: Path) -> None:
 def _check_module_name(path: Path) -> None:
     """Raises ExportError for a script that Python would import in place of an installed module."""
     name = path.stem
-    spec = find_spec(name) if name.isidentifier() else None
-    if spec is not None and Path(spec.origin or "").parent.absolute() != path.absolute().parent:
+    nearby = Path.cwd(), path.absolute().parent
+    installed = [folder for folder in sys.path if Path(folder).absolute() not in nearby]
+    if name.isidentifier() and PathFinder.find_spec(name, installed) is not None:
         raise ExportError(
             f"`script`: {path.name} has the name of the installed module {name}, and would be imported "
             "in its place",

@@ -54,7 +54,6 @@ class Searches:
         self.answers, self.asked = answers, dict[str, Any]()
         self.result: Any = None
         monkeypatch.setattr(joint_search, "run_search", self.run)
-        monkeypatch.setattr(joint_search, "plan_with", lambda *_, **__: "no interleaved plan")
         monkeypatch.setattr(other_schedules, "propose_other_schedules", lambda *own: ("shapes", own))
         monkeypatch.setattr(other_schedules, "propose_parts", lambda *own: ("parts", own))
         monkeypatch.setattr(other_schedules, "fastest", self.fastest)
