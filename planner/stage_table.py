@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, LayerCosts, buffer_copy_bytes, copy_bytes, list_cut_points
 from ..cost_models.machines import device_context
 from ..cost_models.memory import (
@@ -26,12 +27,12 @@ from ..cost_models.memory import (
     ledger,
     recompute_first,
     round_ledger,
-    stage_bytes,
     total,
     whole_word,
 )
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
+from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.topology import Device
 
@@ -224,7 +225,9 @@ class StageTable:
 
     @cached_property
     def _workspace(self) -> Floats:
-        """`stage_workspace` of every stage.
+        """What each stage needs at its peak besides all that its layers save.
+
+        While a layer runs, the micro-batch at work holds what the layers up to it save, and its workspace.
 
         The peak of a stage is the largest over its blocks of what earlier blocks save plus the block's peak.
         """
@@ -242,7 +245,8 @@ class StageTable:
 
     @cached_property
     def _gathered_bytes(self) -> Floats:
-        """`neighbours` of every stage. Each layer counts with the one before it, a stage's first alone."""
+        """The parameters of two layers in a row at most: of the one at work and of the one that is fetched
+        meanwhile. Each layer counts with the one before it, a stage's first alone."""
         parameters, starts = self.costs.parameter_bytes, np.array(self.cut_points[:-1])
         pairs = parameters + np.append(0.0, parameters[:-1])
         within = pairs.copy()
@@ -337,9 +341,17 @@ class StageTable:
         stage, first = StageBytes(**own), count_first_layers(recompute)
         if first is None:
             return stage
-        start, last = self.cut_points[i], self.cut_points[j] - 1
-        again = stage_bytes(self.costs, start, start + first - 1)
-        return recompute_first(stage, again, stage_bytes(self.costs, start + first, last))
+        start, end = self.cut_points[i], self.cut_points[j]
+        middle = start + first
+        if not start < middle < end:
+            raise UsageError(
+                f"recompute={recompute!r}: its stage has {format_count(end - start, 'layer')}",
+                "Let it run fewer layers again than the stage has, and at least one.",
+            )
+        cuts = sorted({0, start, middle, end, self.cut_points[-1]})
+        parts, place = StageTable(self.costs, tuple(cuts)), cuts.index(middle)
+        again, rest = parts.bytes_between(place - 1, place), parts.bytes_between(place, place + 1)
+        return recompute_first(stage, again, rest)
 
     def first_sum(self, name: str, i: int, j: int, first: int) -> float:
         """The `forward` or `forward_launch` seconds of so many first layers of a stage."""

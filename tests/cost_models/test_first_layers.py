@@ -17,10 +17,10 @@ from pplan.cost_models.memory import (
     first_layers_word,
     ledger,
     recompute_first,
-    stage_workspace,
     total,
 )
 from pplan.cost_models.schedules import find_schedule
+from tests.stage_bytes import stage_workspace
 
 
 class Layers:

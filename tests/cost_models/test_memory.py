@@ -16,10 +16,10 @@ from pplan.cost_models.memory import (
     Training,
     ledger,
     round_ledger,
-    stage_workspace,
     total,
 )
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
+from tests.stage_bytes import stage_workspace
 
 STAGE = StageBytes(
     parameters=1000.0,

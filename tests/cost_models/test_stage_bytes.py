@@ -9,7 +9,8 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import LayerCosts
-from pplan.cost_models.memory import StageBytes, neighbours, stage_bytes
+from pplan.cost_models.memory import StageBytes
+from tests.stage_bytes import neighbours, stage_bytes
 
 INPUT = 6.0
 

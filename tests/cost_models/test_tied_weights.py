@@ -17,12 +17,13 @@ from pplan.cost_models.collectives import (
 )
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import LayerCosts, TiedWeight, copy_bytes
-from pplan.cost_models.memory import Training, stage_bytes
+from pplan.cost_models.memory import Training
 from pplan.cost_models.optimizers import FLOAT32, MIXED_FLOAT32_GRADIENTS
 from pplan.cost_models.schedules import cached_program
 from pplan.cost_models.step_costs import Costs, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from tests.stage_bytes import stage_bytes
 
 EMBEDDING = TiedWeight("embedding", 1000.0, 1000.0, (0, 5))
 FROZEN = TiedWeight("frozen", 100.0, 0.0, (1, 2, 4))

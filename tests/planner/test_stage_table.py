@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import LedgerOptions, ledger, stage_bytes, stage_workspace, total
+from pplan.cost_models.memory import LedgerOptions, ledger, total
 from pplan.cost_models.optimizers import MIXED
 from pplan.planner.stage_table import StageTable
+from tests.stage_bytes import stage_bytes, stage_workspace
 
 MakeChain = Callable[..., Chain]
 

@@ -11,13 +11,13 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, TiedWeight
-from pplan.cost_models.memory import stage_bytes
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import FixedPartition, build_problem, plan_partition, solve_problem
 from pplan.planner.coverage import describe_search
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.stage_table import StageTable
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

@@ -10,13 +10,14 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Topology
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.alpa import find_alpa_plan, place_submeshes, submeshes
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

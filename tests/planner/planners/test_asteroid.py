@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.collectives import Routes, all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
@@ -27,6 +27,7 @@ from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.space import Space
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 FAST, SLOW = Device("fast", 2500), Device("slow", 1200, 0.4)

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.collectives import Routes, all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.balance import balance
 from pplan.planner.candidate import Proposal
@@ -26,6 +26,7 @@ from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
 from pplan.planner.stage_table import Floats
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

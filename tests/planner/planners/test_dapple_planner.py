@@ -12,7 +12,7 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
@@ -28,6 +28,7 @@ from pplan.planner.planners.dapple_planner import (
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

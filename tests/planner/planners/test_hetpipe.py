@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.hetpipe import (
@@ -20,6 +20,7 @@ from pplan.planner.planners.hetpipe import (
 )
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
+from tests.stage_bytes import stage_bytes
 
 MakeChain = Callable[..., Chain]
 

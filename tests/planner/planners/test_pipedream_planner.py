@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import PipelineConfig, pipeline_configs
@@ -20,6 +20,7 @@ from pplan.planner.planners.base import Planner
 from pplan.planner.planners.pipedream_planner import PAPER, NestedStage, PipeDreamStages, place_parts
 from pplan.planner.planners.replica_groups import list_tiers
 from pplan.planner.search.space import Space
+from tests.stage_bytes import stage_bytes
 
 if TYPE_CHECKING:
     from pplan.planner.problem import Problem

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.cost_models.memory import stage_workspace, workspace_before_loss
+from pplan.cost_models.memory import workspace_before_loss
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.memory.live_bytes import CpuAllocations, LiveBytes, Meter, build_meter, lasting
@@ -20,6 +20,7 @@ from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model.losses import load_loss
+from tests.stage_bytes import stage_workspace
 
 
 def measured(
