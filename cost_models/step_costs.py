@@ -510,15 +510,22 @@ def _shares(order: Order, actions: Indices, like: Array) -> Array | float:
     return shares.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _durations(order: Order, costs: Costs) -> Array:
-    durations = _empty(order, costs)
+def _by_kind(order: Order, costs: Costs, forward: Array, backward: Array, weight: Array | None) -> Array:
+    """Values of three tables by action. Without a split, a backward has the weight's value, too."""
+    values = _empty(order, costs)
     forwards, backwards, weights = order.of_kind
-    durations[forwards] = _at(order, costs.forward, forwards)
-    durations[backwards] = _at(order, costs.backward, backwards)
-    if costs.weight is not None:
+    values[forwards] = _at(order, forward, forwards)
+    values[backwards] = _at(order, backward, backwards)
+    if weight is not None:
         whole = backwards[~order.splits[backwards]]
-        durations[whole] += _at(order, costs.weight, whole)
-        durations[weights] = _at(order, costs.weight, weights)
+        values[whole] += _at(order, weight, whole)
+        values[weights] = _at(order, weight, weights)
+    return values
+
+
+def _durations(order: Order, costs: Costs) -> Array:
+    _, backwards, _ = order.of_kind
+    durations = _by_kind(order, costs, costs.forward, costs.backward, costs.weight)
     if costs.accumulation is not None:
         durations[order.first_backwards] -= _at(order, costs.accumulation, order.first_backwards)
     if costs.recompute is not None:
@@ -597,16 +604,10 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
 def _launches(order: Order, costs: Costs) -> Launches | None:
     if costs.forward_launch is None or costs.backward_launch is None or _is_never_late(order, costs):
         return None
-    seconds = _empty(order, costs)
-    forwards, backwards, weights = order.of_kind
-    seconds[forwards] = _at(order, costs.forward_launch, forwards)
-    seconds[backwards] = _at(order, costs.backward_launch, backwards)
-    if costs.weight_launch is not None:
-        whole = backwards[~order.splits[backwards]]
-        seconds[whole] += _at(order, costs.weight_launch, whole)
-        seconds[weights] = _at(order, costs.weight_launch, weights)
+    seconds = _by_kind(order, costs, costs.forward_launch, costs.backward_launch, costs.weight_launch)
     repeat = None
     if costs.recompute_launch is not None:
+        _, backwards, _ = order.of_kind
         repeat = _empty(order, costs)
         repeat[backwards] = _at(order, costs.recompute_launch, backwards)
     return time_launches(order, costs, seconds, repeat)

@@ -60,11 +60,11 @@ from .machine import planned_machine
 from .options import CheckKeywords, CheckOptions
 
 WARM_UPS = 2
+"""Steps before those that are timed."""
 LEAST_TIMEOUT = 120.0
 """Seconds: processes import torch, and a first step is slower."""
 TIMEOUT_STEPS = 5
 """Two steps of the plain model are compared; the rest is for a busy machine."""
-"""Steps before those that are timed."""
 LEAST_SIZE = 1024
 """Bytes of the smallest transfer that is measured."""
 Runner = Callable[[Job], CheckMeasurements | None]
@@ -76,12 +76,12 @@ def check(
     profile: Profile | str | Path,
     **options: Unpack[CheckKeywords],
 ) -> Check:
-    """Runs `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
+    """Run `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
 
     The `options` are the fields of `CheckOptions`, which says what they are; those of `pplan check --help`.
-    Where the runtime does not run the plan itself, the plan's best alternative for it is checked, which a
-    note says. The processes make the model again by the name in its profile where that is torchvision's or
-    transformers' own; one of yours is named by `model`.
+    Where a runtime other than torch does not run the plan itself, the plan's best alternative for it is
+    checked, which a note says. The processes make the model again by the name in its profile where that is
+    torchvision's or transformers' own; one of yours is named by `model`.
 
     Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
     down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
@@ -116,10 +116,8 @@ def check_plan(
             "whole layers",
             "Train it: pplan.export(plan, 'torch'), and build(..., tensor_parallel=...).",
         )
-    inputs, notes = (
-        PlanInputs(profile.chain(), *planned_machine(plan, profile, folder)),
-        _notes(profile, options),
-    )
+    inputs = PlanInputs(profile.chain(), *planned_machine(plan, profile, folder))
+    notes = _notes(profile, options)
     if options.runtime != TORCH:
         calibrates = options.calibrate or options.calibration is not None
         check_runtime(options.runtime, emulate=options.emulate, calibrate=calibrates)

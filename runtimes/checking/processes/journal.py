@@ -39,9 +39,8 @@ class RankJournal:
         self._steps = 0
 
     def listen(self) -> None:
-        """Tells that this process has begun, and ends it with the one that started it."""
+        """End this process with the one that started it."""
         if self.folder is not None:
-            self.write(f"{self.rank}.pid", os.getpid())
             end_with(json.loads((self.folder / PARENT).read_text()))
 
     def begin(self, doing: str) -> None:
