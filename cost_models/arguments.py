@@ -30,7 +30,7 @@ from .errors import UsageError
 from .quantities import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SLOWDOWN
 
 MOST_DIGITS = 18
-"""Of a whole number: it and its products are what machines count with."""
+"""Most digits of a whole number: any such number fits in 64 bits."""
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -392,10 +392,10 @@ def _wrong(name: str, value: Any, expected_type: str, hint: str) -> UsageError:
 
 
 Check = Callable[[str, Any], Any]
-"""Of a field's name and a value: the value as the field holds it. Raises UsageError."""
+"""Function of a field's name and a value that returns what the field holds. Raises UsageError."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 Read = Callable[[Any, str], Any]
-"""Of a typed text (all, where an option repeats) and the option's name: the value. Raises UsageError."""
+"""Reader of a typed text (of all, if an option repeats) under the option's name. Raises UsageError."""
 
 
 @dataclass(frozen=True)
@@ -424,11 +424,11 @@ class Option:
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a whole number."""
+        """Return whether the option takes a whole number."""
         return self.least is not None
 
     def value(self, typed: Any, flag: str) -> Any:
-        """What was typed for `flag`, a text or all of them, as a value. Raises UsageError."""
+        """Convert what was typed for `flag`, one text or all of them. Raises UsageError."""
         if self.read is not None:
             return self.read(typed, flag)
         if self.words:

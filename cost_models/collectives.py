@@ -339,7 +339,8 @@ class AllReduceTime:
 
 
 def list_transfer_times(topology: Topology) -> list[TransferTime]:
-    """Of both sizes, at every level from the inside, also where the devices do not reach it."""
+    """List the seconds of transfers of both sizes at every level, the innermost first, also at levels that
+    the devices do not reach."""
     return [
         TransferTime(level.name, size, float(level.link.seconds(float(size))))
         for level in topology.levels
@@ -348,7 +349,8 @@ def list_transfer_times(topology: Topology) -> list[TransferTime]:
 
 
 def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
-    """Of both sizes, over a node and over all devices where these are more; none for one device."""
+    """List the seconds of all-reduces of both sizes, over a node and over all devices if these are more.
+    Empty for one device."""
     node = min(topology.gpus_per_node, topology.gpus)
     groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
     if node == topology.gpus:
@@ -403,7 +405,7 @@ class Routes:
 
     @property
     def alike(self) -> bool:
-        """Whether every node has the same links to the next: a level's ports belong to its members."""
+        """Return whether every node has the same links to the next."""
         return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:

@@ -16,7 +16,7 @@ all parameters at once (its default on a GPU); or parameter by parameter (its de
 
 
 ZERO_STAGES = (0, 1, 2, 3)
-"""Of ZeRO: what the replicas of a stage spread over them, see `memory.Training`."""
+"""Stages of ZeRO, by what the replicas of a pipeline stage spread among them (see `memory.Training`)."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class LineReader:
         return word
 
     def _nested(self, read: Callable[[], Read]) -> Read:
-        """What is read inside a bracket or behind a sign."""
+        """Read what stands inside a bracket or behind a sign, at most `DEEPEST` levels deep."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise self.wrong(f"more than {DEEPEST} brackets inside each other")

@@ -1,4 +1,4 @@
-"""What actions and transfers of a program take, how its runtime runs them, and when hosts launch them.
+"""Costs of a program: seconds of its actions and transfers, how they overlap, and when hosts launch them.
 
 `Costs` holds seconds by device, chunk and micro-batch; `lower_costs` turns them into one value for each
 action of a program, in the order of the clock, as the simulator takes them.

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 BLOCKS = 64
 """Blocks of layers between which a search may cut."""
 QUICK_BLOCKS = 24
-"""The same, in the quick search of all micro-batch sizes."""
+"""Blocks in the quick search of all micro-batch sizes."""
 STEPS = 100
-"""How finely t_max is tried: a plan cheaper by more than one part in so many is not missed."""
+"""Number of values of t_max: a plan that is cheaper by more than one part in so many is not missed."""
 
 
 def _propose(problem: Problem) -> Iterator[Proposal]:

@@ -110,7 +110,7 @@ def simulate_1f1b(
 
 
 def _torch_partition(problem: Problem) -> Iterator[Proposal]:
-    """For each micro-batch size, schedule and shape on all devices the partition, and its step."""
+    """Yield the partition for each micro-batch size, schedule and shape on all devices."""
     for stages, replicas in full_shapes(problem):
         for config in _configs(problem, replicas) if stages > 1 else ():
             plan = _find_partition(problem, config, stages, replicas)

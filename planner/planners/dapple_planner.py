@@ -250,7 +250,7 @@ def split_machines(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS
 
 
 class Moves:
-    """All choices of devices for a next stage, with their costs.
+    """Choices of devices for a next stage, with their costs.
 
     A *state* is a number for what is taken of each machine; state 0 is nothing. A *move* is a number for the
     devices of a stage after a state. A *joint* is a number for the way from a move to one that follows.
@@ -302,8 +302,11 @@ class Moves:
         self.work = cache(lambda in_flight: np.array([own.work(in_flight) for own in self.costs]))
 
     def after(self, states: Indices) -> tuple[Indices, Indices]:
-        """Every move from each of the states, those of most devices first: positions in `states`, and
-        moves."""
+        """List the moves from each of the states, those of most devices first.
+
+        Returns:
+            (moves,) each: positions in `states`, and moves.
+        """
         lists = [self._from[state] for state in states.tolist()]
         positions = np.repeat(np.arange(len(lists)), [len(moves) for moves in lists])
         return positions, np.array([move for moves in lists for move in moves], dtype=np.int64)
@@ -365,7 +368,7 @@ def add_stage(plans: Plans, ends: Indices | int, moves: Indices, joints: Indices
 
 
 class CostedPlans(NamedTuple):
-    """What the stages of plans cost, the transfers between them, whether all stages fit, whether all but the
+    """Costs of plans: their stages, the transfers between them, whether all stages fit, whether all but the
     last do, and whether one recomputes."""
 
     stages: list[DappleStage]
@@ -419,11 +422,11 @@ class _DappleSearch:
         return self.best
 
     def _joints(self, plans: Plans, moves: Indices) -> Indices:
-        """From the last stage of each plan to a move."""
+        """Return the joints from the last stage of each plan to a move."""
         return self.moves.joints(plans[-1, 1], moves) if len(plans) else np.zeros(len(moves), np.int64)
 
     def _finish(self, plans: Plans, moves: Indices) -> None:
-        """All layers that are left in one last stage, on the devices of a move each."""
+        """Score plans that end with the remaining layers in one stage, on the devices of a move each."""
         begin = plans[-1, 0] if len(plans) else 0
         works = self.moves.work(self.choice.in_flight(1))[self.moves.group[moves], begin, self.last]
         rounds = self.choice.micro_batches - 1

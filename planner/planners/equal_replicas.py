@@ -141,7 +141,7 @@ def equal_blocks(chain: Chain, stages: int) -> Ends:
 
 
 def _bapipe(problem: Problem) -> Iterator[Proposal]:
-    """For each number of stages the micro-batches with the least seconds, one device a stage."""
+    """Yield the fastest micro-batches for each number of stages, one device a stage."""
     space = problem.space
     if space.is_long:
         return

@@ -506,9 +506,12 @@ class PipeDreamStages:
 
 
 def _propose(recurrence: Recurrence, problem: Problem) -> Iterator[Proposal]:
-    """For every configuration its partition with the shortest bottleneck, where one fits, under the requested
-    schedule. A runtime that runs no replicas, or the same number everywhere, is given one device a stage. Of
-    a long chain some of the cuts: tables of all its stages would be too large."""
+    """Yield the partition with the shortest bottleneck of every configuration, where one fits, under the
+    requested schedule.
+
+    A runtime that runs no replicas, or the same number everywhere, gets one device a stage. In a long chain
+    only some cuts are tried: tables of all its stages would be too large.
+    """
     space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
     if space.is_long:
         space = thin_cuts(space, LONG)

@@ -117,7 +117,7 @@ def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaWork:
-    """All stages on some devices, tables as of `StageTable`.
+    """Stages on some devices, in tables as of `StageTable`.
 
     Attributes:
         group: Their costs.

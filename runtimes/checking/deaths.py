@@ -20,8 +20,8 @@ from ...cost_models.errors import MachineError
 PARENT = "parent.json"
 """File with the id of the process that started the others."""
 CAUSE_SECONDS = 5.0
-"""How long to wait for the death of the process that another one lost: a driver of a GPU may hold
-a dying process longer than its sockets."""
+"""Wait for the death of the process that another one lost: a GPU driver may keep a dying process longer
+than its sockets."""
 LOST = (
     *("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out"),
     *("wait timeout", "NCCL"),

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.05
 STARTING_SECONDS = 60.0
 """At least allowed for the processes to start: they import torch, on a busy machine all at once."""
 GRACE_SECONDS = 5.0
-"""How much longer than the processes, which watch themselves, this one waits for progress."""
+"""Seconds that this process waits for progress beyond the timeout by which the others watch themselves."""
 FOLDER = "pplan-check-"
 """What the name of a check's folder begins with; the id of its process follows."""
 

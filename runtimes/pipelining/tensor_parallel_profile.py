@@ -167,7 +167,7 @@ class _SharedLayers:
         return np.stack([times.forward, times.backward])
 
     def saved_bytes(self, batch: Any) -> SavedBytes:
-        """Of one forward through all layers."""
+        """Return the bytes that one forward through all layers saves."""
         watcher = _LocalBytes(self.modules)
         with watcher.hooks():
             run_layers(self._layers, batch, self._gradients, watcher)

@@ -1,4 +1,4 @@
-"""What a process of a check writes down of itself, and how it notices that it hangs.
+"""Journal of a process of a check, and the watch by which it notices that it hangs.
 
 A process that waits for the others ends with the timeout of torch.distributed, and cannot tell which of them
 hangs. The one that hangs in the model, or in its data, can: it reports what it was doing and where it stands,
