@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import inf
 
 import numpy as np
@@ -103,13 +103,14 @@ class Incumbent:
 
 def score_equal(incumbent: Incumbent) -> None:
     """Score the shortest pipelines whose stages have equal replicas, of each family and number of replicas;
-    those with the shortest estimates first."""
+    those with the shortest estimates first. Of several kinds of devices, the stages take the fastest last,
+    the fastest first, or any."""
     budget = incumbent.budget.part(FOR_EQUAL * incumbent.budget.remaining, share=FOR_EQUAL)
     space, trials = incumbent.space.within(budget), list[tuple[float, int, Family]]()
     for family in distinct_families(incumbent.families):
-        config, devices = family.config, len(family.placement.ranks)
+        config, by_kind = family.config, space.topology.count_kinds(family.placement.ranks)
         for count in _usable_counts(space, family):
-            stages = min(devices // count, space.chain.max_stages)
+            stages = min(sum(devices // count for devices in by_kind.values()), space.chain.max_stages)
             if not 1 < stages <= MOST_STAGES:
                 continue
             work = space.least_work(divide_batch(config.micro_batch_size, count), first_share=0.0)
@@ -119,10 +120,14 @@ def score_equal(incumbent: Incumbent) -> None:
         if estimate >= incumbent.step or budget.spent:
             return
         reach = ReachBound(space, family)
-        low = quick_bound(space, family)
-        pipeline = reach.shortest_pipeline(low, min(incumbent.within, 8 * estimate), incumbent.allows)
-        if pipeline:
-            incumbent(family, pipeline)
+        low, (count,) = quick_bound(space, family), family.replicas
+        each = [[kind] * int(devices // count) for kind, devices in enumerate(reach.devices)]
+        fastest_last = list(chain.from_iterable(each[place] for place in np.argsort(-reach.speed)))
+        for kinds in (fastest_last, fastest_last[::-1], ())[0 if len(each) > 1 else 2 :]:
+            high = min(incumbent.within, 8 * estimate)
+            pipeline = reach.shortest_pipeline(low, high, incumbent.allows, kinds)
+            if pipeline:
+                incumbent(family, pipeline)
 
 
 @dataclass

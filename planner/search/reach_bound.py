@@ -18,7 +18,8 @@ If every number of stages needs more devices than there are, no plan takes T sec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf, sqrt
 
 import numpy as np
@@ -27,6 +28,7 @@ from ...cost_models.layer import LayerCosts
 from ...cost_models.memory import Recompute, StageBytes, ledger, total
 from ...cost_models.schedules import find_schedule
 from ..stage_table import Floats, Indices
+from .budget import OutOfTime
 from .family import SAFE, Family, RoughStage
 from .space import Space
 from .stage_figures import Choice, list_choices
@@ -36,6 +38,8 @@ WORK = 80.0
 """Counted work of a cut point, for each choice of devices and number of stages."""
 NARROW = 1.0005
 """Ranges of the step whose ends are closer than this are not halved."""
+NEAR = 1.05
+"""First step that is tried for a pipeline, as a multiple of a bound; the square of it is next."""
 
 
 class ReachBound:
@@ -82,16 +86,20 @@ class ReachBound:
         """(choices, places): sums of a figure of the layers, shape (layers,)."""
         return np.array([_running(values(choice))[self.cut_points] for choice in self.choices])
 
-    def fewest_devices(self, step: float, is_allowed: Callable[[int], bool]) -> float:
+    def fewest_devices(
+        self, step: float, is_allowed: Callable[[int], bool], kinds: Sequence[int] = ()
+    ) -> float:
         """Devices, by speed, that suffice for a pipeline with an allowed number of stages and no longer step;
-        more than `capacity` if none is possible."""
+        more than `capacity` if none is possible. `kinds`: places of the kinds that the stages must have, from
+        the last stage back; empty for any."""
         if not self.choices:
             return inf
         row, fewest = np.where(self.places == self.places[-1], 0.0, inf), inf
         self._rows, self._selected, self._ends = [row], [], []
         room = self.capacity - self._device_seconds * SAFE / step
         furthest = [self._furthest_alone(step / SAFE, number) for number in range(len(self._modes))]
-        for remaining in range(1, self.most_stages + 1):
+        places = np.array([[one.place] for one in self.choices])
+        for remaining in range(1, min(self.most_stages, len(kinds) or self.most_stages) + 1):
             self.space.budget.check()
             self.space.budget.spend(WORK * len(self._modes) * furthest[0].size)
             ends = np.maximum.reduce(
@@ -101,7 +109,10 @@ class ReachBound:
                 ]
             )
             nearest = np.minimum.accumulate(row)
-            devices = np.where(ends > self.places, self._weights + nearest[ends], inf)
+            possible = ends > self.places
+            if kinds:
+                possible &= places == kinds[remaining - 1]
+            devices = np.where(possible, self._weights + nearest[ends], inf)
             row = devices.min(axis=0)
             row[row > room] = inf  # the layers before take more than the devices that are left
             selected = devices.argmin(axis=0)
@@ -115,19 +126,23 @@ class ReachBound:
         return fewest
 
     def shortest_pipeline(
-        self, low: float, high: float, is_allowed: Callable[[int], bool]
+        self, low: float, high: float, is_allowed: Callable[[int], bool], kinds: Sequence[int] = ()
     ) -> list[RoughStage]:
         """A pipeline for about the shortest step between two that has room for one; empty if `high` has none,
-        or only one with an empty stage."""
-        pipeline, step = list[RoughStage](), high
-        while high > low * NARROW:
-            if self.fewest_devices(step, is_allowed) > self.capacity:
-                low = step
-            else:
-                pipeline, high = self.pipeline() or pipeline, step
-            if not pipeline:
-                break
-            step = sqrt(low * high)
+        or only one with an empty stage. `kinds`: as of `fewest_devices`."""
+        pipeline, factor, step = list[RoughStage](), NEAR, min(high, NEAR * low)
+        with suppress(OutOfTime):
+            while 0 < low * NARROW < high:
+                if self.fewest_devices(step, is_allowed, kinds) <= self.capacity:
+                    pipeline, high = self.pipeline(), step
+                    if not pipeline:
+                        break
+                elif step < high:
+                    low = step
+                else:
+                    break
+                factor *= factor
+                step = sqrt(low * high) if pipeline else min(high, factor * low)
         return pipeline
 
     def pipeline(self) -> list[RoughStage]:

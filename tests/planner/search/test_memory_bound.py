@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
@@ -29,6 +29,7 @@ from pplan.planner.search.reach_bound import ReachBound
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_figures import make_stage_figures
 
+MakeChain = Callable[..., Chain]
 SIZES = (1, 2, 4, 8)
 SLACK = 1 + 1e-9
 WAYS: tuple[tuple[str, Mode], ...] = (
@@ -220,6 +221,23 @@ def test_a_long_chain_with_one_large_output(seed: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(space_module, "MOST_BLOCKS", 0)
     result = search(space, [Family(config, list_placements(topology)[0], (1, 2))], range(1, devices + 1))
     assert best is None or result.bound_seconds <= best.step_seconds * SLACK
+
+
+@pytest.mark.parametrize("seed", [1, 3, 7])
+def test_a_long_chain_uses_both_kinds_of_devices(
+    seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline takes no more devices of the fast kind than there are, and leaves the slow ones layers."""
+    monkeypatch.setattr(space_module, "MOST_BLOCKS", 0)
+    fast = Device("fast", None)
+    groups = Group(fast, 4), Group(replace(fast, name="slow", speed=0.5), 4)
+    topology = Topology(groups, (Level("node", None, Link(1e4, 0.0)),))
+    space = Space(make_chain(seed, 40, cuts=1.1, traffic=0.01), topology, "sgd", past_largest=True)
+    config = PipelineConfig("1f1b", "never", 128, 1)
+    families = [Family(config, placement, (1,)) for placement in list_placements(topology)]
+    result = search(space, families, range(1, 9))
+    assert result.best is not None
+    assert result.best.step_seconds <= 1.04 * result.bound_seconds
 
 
 def least_room(space: Space, family: Family) -> float:
