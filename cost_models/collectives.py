@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from .layer import Floats, TiedWeight, has_user
 from .optimizers import Precision
-from .topology import FEW_RANKS, Amount, Link, Port, Topology
+from .topology import Amount, Link, Port, Topology
 
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
@@ -244,9 +244,7 @@ def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount
 
 def _at_once(ranks: list[int], devices_per_port: int) -> int:
     """The most of these devices that one port has."""
-    if len(ranks) > FEW_RANKS:
-        return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
-    return max(Counter(rank // devices_per_port for rank in ranks).values())
+    return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
 
 
 MIB = 2**20
@@ -381,7 +379,6 @@ class Routes:
     topology: Topology
     _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
     _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
-    _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
     def route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         """Latency, and seconds of each byte of a whole micro-batch, for which the slowest port is taken.
@@ -409,12 +406,9 @@ class Routes:
         return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
-        if len(senders) + len(receivers) > FEW_RANKS:
-            by_level = list(self._load_arrays(senders, receivers))
-            latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
-            return latency, max(float(loads.max()) for *_, loads in by_level)
-        loads, latency = self._add_loads(senders, receivers)
-        return latency, max(loads.values())
+        by_level = list(self._load_arrays(senders, receivers))
+        latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
+        return latency, max(float(loads.max()) for *_, loads in by_level)
 
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
         """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
@@ -440,8 +434,6 @@ class Routes:
         return min(leaving)[1]
 
     def _of_all_ports(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
-        if len(senders) + len(receivers) <= FEW_RANKS:
-            return self._add_loads(senders, receivers)[0]
         return {
             Port(level, direction, owner): load
             for level, direction, owners, loads in self._load_arrays(senders, receivers)
@@ -449,7 +441,10 @@ class Routes:
         }
 
     def _load_arrays(self, senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, str, Owners, Loaded]]:
-        """`_add_loads` of many devices: by level and direction, the owners of the ports and their seconds."""
+        """By level and direction, the owners of the ports and the seconds for which each is taken.
+
+        Samples are counted in parts of a sender times parts of a receiver, so that they are whole.
+        """
         many, few = len(receivers), len(senders)
         edges = np.unique(np.append(many * np.arange(few + 1), few * np.arange(many + 1)))
         a, b = np.array(senders)[edges[:-1] // many], np.array(receivers)[edges[:-1] // few]
@@ -461,30 +456,6 @@ class Routes:
                 owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
                 loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
                 yield level, direction, owners, loads
-
-    def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
-        """What `loads` returns, and the longest latency."""
-        loads: defaultdict[Port, float] = defaultdict(float)
-        latency = 0.0
-        for a, b, share in _parts(senders, receivers):
-            if (a, b) not in self._pairs:
-                self._pairs[a, b] = self.topology.link(a, b), self.topology.ports(a, b)
-            link, ports = self._pairs[a, b]
-            latency = max(latency, link.latency_seconds)
-            for port in ports:
-                loads[port] += share / link.bandwidth_bytes_per_second
-        return dict(loads), latency
-
-
-def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]:
-    """Sender, receiver and share of the samples of every part. Samples are counted in parts of a sender times
-    parts of a receiver, so that they are whole."""
-    done, whole = 0, len(senders) * len(receivers)
-    while done < whole:
-        i, j = done // len(receivers), done // len(senders)
-        until = min((i + 1) * len(receivers), (j + 1) * len(senders))
-        yield senders[i], receivers[j], (until - done) / whole
-        done = until
 
 
 NONE = -1

@@ -163,8 +163,6 @@ class Port(NamedTuple):
         return self.direction == "out"
 
 
-FEW_RANKS = 64
-"""Up to so many, sets are faster than arrays."""
 NODE = "node"
 """The level of this name is what one process reaches; without one it is the innermost."""
 
@@ -279,8 +277,6 @@ class Topology:
 
     def count_kinds(self, ranks: Sequence[int]) -> dict[Device, int]:
         """The different kinds of these devices, in the order of their first ones, and how many of each."""
-        if len(ranks) <= FEW_RANKS:
-            return dict(Counter(self.device(rank) for rank in ranks))
         numbers, first, counts = np.unique(self.kind_numbers(ranks), return_index=True, return_counts=True)
         return {self.kinds[numbers[at]]: int(counts[at]) for at in np.argsort(first)}
 
@@ -307,25 +303,14 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        own = devices if isinstance(devices, Sequence) else list(devices)
-        if len(own) > FEW_RANKS:
-            return self._members_of_many(np.unique(np.array(own, dtype=np.int64)))
-        ranks = set(own)
-        self._check(*(min(ranks), max(ranks)) if ranks else ())
+        ranks = np.unique(np.array(list(devices), dtype=np.int64))
+        if len(ranks):
+            self._check(int(ranks[0]), int(ranks[-1]))
         levels = []
         for index in range(len(self.levels)):
-            inner, outer = self._inner[index], (*self._inner[1:], None)[index]
-            places = {(0 if outer is None else rank // outer, rank // inner) for rank in ranks}
-            levels.append(frozenset(Counter(group for group, _ in places).values()))
-        return levels
-
-    def _members_of_many(self, ranks: npt.NDArray[np.int64]) -> list[frozenset[int]]:
-        self._check(int(ranks[0]), int(ranks[-1]))
-        levels = []
-        for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
-            members = np.unique(ranks // inner)
-            groups = members * 0 if outer is None else members // (outer // inner)
-            levels.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
+            groups, members = self.places_in(index, ranks)
+            first = np.unique(members, return_index=True)[1]
+            levels.append(frozenset(np.unique(groups[first], return_counts=True)[1].tolist()))
         return levels
 
     def shared_levels(self, a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
