@@ -28,8 +28,7 @@ class Runtime:
 
     `schedules` and `recompute` are the words of the plan file. `replicas`: "none", or "equal" where every
     stage has the same number. `one_process`: one Python process launches the work of all stages, so that
-    their host times add up, and the devices must be those of one machine. `transfers`: what its devices do
-    meanwhile, a word of the simulator's `Costs`.
+    their host times add up, and the devices must be those of one machine.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Runtime:
     """Whether each stage may recompute or not, for itself."""
     first_blocks: bool = False
     """Whether it runs a number of first transformer blocks again, the same of every stage."""
-    transfers: str = "overlapped"
     virtual_stages: bool = False
     """Whether a device may hold several stages."""
     shares_layers: bool = False

@@ -37,17 +37,8 @@ from .program import Program
 from .program_order import NONE, Indices, Order
 
 Array = npt.NDArray[np.float64]
-Transfers = Literal["overlapped", "blocking", "blocking-receive", "rendezvous"]
-TRANSFERS: tuple[Transfers, ...] = ("overlapped", "blocking", "blocking-receive", "rendezvous")
+TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
 Hosts = Literal["one", "each"]
-
-
-def find_transfers(name: str) -> Transfers:
-    """How a runtime goes about transfers, by its word. Raises UsageError."""
-    for word in TRANSFERS:
-        if name == word:
-            return word
-    raise UsageError(f"transfers {name!r}: not known", f"Use one of: {', '.join(TRANSFERS)}.")
 
 
 _BY_ACTION = (
@@ -132,7 +123,7 @@ class Costs:
     reduce_loads: Mapping[int, Loads] = field(default_factory=dict)
     port_seconds: float = 0.0
     tied: tuple[TiedSum, ...] = ()
-    transfers: Transfers = "overlapped"
+    transfers: str = "overlapped"
     hosts: Hosts = "one"
     buckets: int = 1
 

@@ -164,7 +164,7 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
         return False
     if best.config.schedule not in SEARCHED:
         return False  # it is none of those that are searched for the runtime
-    if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
+    if not _recomputes(runtime, best) or not own.allows(best.proposal):
         return False
     if runtime.receives_ahead and fastest(own.space, [best.proposal]) != best:
         return False  # its buffers do not fit, or not without recomputation

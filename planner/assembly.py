@@ -38,7 +38,7 @@ from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
 from ..cost_models.program import Program, Schedule, StageSlot
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.step_costs import Costs, Hosts, find_transfers, recompute_shares
+from ..cost_models.step_costs import Costs, Hosts, recompute_shares
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
     ReplicaExchange,
@@ -250,7 +250,7 @@ class Assembly:
             reduce_loads=sharing.reduce_loads,
             port_seconds=sharing.port_seconds,
             tied=self.tied_sums,
-            transfers=find_transfers(self.transfers),
+            transfers=self.transfers,
             hosts=self.hosts,
         )
 

@@ -201,7 +201,6 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
     recompute: dict[int, Recompute] = {}
     for part, place in enumerate(program.pipes[0]):
         ranks[place.device], recompute[place.device] = proposal.devices[part], modes[part]
-    runtime = space.runtime
     return Assembly(
         schedule=find_schedule(proposal.config.schedule),
         program=program,
@@ -216,7 +215,6 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
         precision=space.number_bytes,
         zero=space.zero,
         hosts=space.hosts,
-        transfers="overlapped" if runtime is None else runtime.transfers,
         receives_ahead=space.mini_batch is not None,
         profiles=space.profiles,
         host_bandwidth=None if space.host is None else space.host.bandwidth,

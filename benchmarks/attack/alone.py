@@ -1,42 +1,12 @@
-"""What is worked out apart from the simulator, the seconds that ports need; and runtimes that transfer in
-other ways than those that there are."""
+"""Seconds that ports need, worked out apart from the simulator."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 
-from pplan.cost_models.runtime import RUNTIMES, Runtime
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
-
-MADE_UP: dict[str, Runtime] = {
-    f"attacked-{transfers}": Runtime(
-        f"attacked-{transfers}",
-        frozenset({"1f1b", "gpipe"}),
-        frozenset({"never", "always"}),
-        replicas="equal",
-        one_process=one_process,
-        trains_every_stage=False,
-        recompute_by_stage=True,
-        transfers=transfers,
-    )
-    for transfers, one_process in (("blocking", False), ("blocking-receive", True))
-}
-"""Runtimes whose devices wait for transfers, one with a process that launches everything."""
-
-
-@contextmanager
-def made_up_runtimes() -> Iterator[None]:
-    """With these runtimes among those that can be named."""
-    RUNTIMES.update(MADE_UP)
-    try:
-        yield
-    finally:
-        for name in MADE_UP:
-            RUNTIMES.pop(name, None)
 
 
 def port_seconds(problem: Problem, plan: Plan) -> float:

@@ -17,7 +17,6 @@ from pplan.planner.objectives.objective import Objective
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.space import MOST_BLOCKS
 
-from .alone import MADE_UP, made_up_runtimes
 from .chains import one_that_scales, random_chain, slower_by_layer, tie
 from .machines import MANY, random_topology
 
@@ -89,8 +88,7 @@ def kind_of(seed: int) -> str:
 def case_of(seed: int, kind: str | None = None) -> Case:
     """The problem of a seed; of another kind than its own, where one is given."""
     kind = kind_of(seed) if kind is None else kind
-    with made_up_runtimes():
-        return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
+    return _Maker(seed, kind, np.random.default_rng([seed, 2])).made()
 
 
 @dataclass
@@ -190,7 +188,7 @@ class _Maker:
             made["mini_batch"] = made["micro_batches"] * int(self.rng.choice([1, 2, 4]))
         tied_runtime = self.kind == "tied" and self.rng.random() < 0.3
         if self.kind == "runtimes" or tied_runtime:
-            made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
+            made["runtime"] = str(self.rng.choice(list(RUNTIMES)))
         if self.kind == "first layers":
             made["recompute"] = FIRST_LAYERS
             if self.rng.random() < 0.2:

@@ -16,12 +16,11 @@ each with the seconds of its own device; where a transfer would take longer than
 1 / T_n of the whole model's seconds T_n, only the cuts below that (the coarse-grained partition); stages that
 do not fit are left out (the fine-tuning). The number of micro-batches is explored with the seconds of 1F1B,
 
-    1F1B-SNO   (M + N - 1) (F + B) + (N + M - 2 - ceil((M - 1) / N)) 2 SR     transfers block
-    1F1B-SO    (M + N - 1) (F + B) + (N - 1) 2 SR                             they overlap
+    1F1B-SO    (M + N - 1) (F + B) + (N - 1) 2 SR
 
 F, B and SR of the slowest stage and cut. Here the exact most even partition is taken where the paper fills
-the stages one after another and then moves layers; the schedules for FPGAs, and layers that are shared among
-devices, are left out.
+the stages one after another and then moves layers; 1F1B-SNO, whose transfers block, the schedules for FPGAs,
+and layers that are shared among devices are left out.
 
 Galvatron: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization",
 TKDE 2024 (Galvatron-BMW), without its choice of a parallelism for each layer. For every micro-batch size and
@@ -145,13 +144,12 @@ def _bapipe(problem: Problem) -> Iterator[Proposal]:
     space = problem.space
     if space.is_long:
         return
-    overlap = space.runtime is None or space.runtime.transfers == "overlapped"
     choices = [choice for choice in micro_batch_choices(problem.configs) if _shares(problem, choice, 1)]
     for stages in stage_counts(problem):
         plans = [
             (plan, choice)
             for choice in choices
-            if (plan := find_bapipe_plan(space, choice, stages, overlap=overlap)) is not None
+            if (plan := find_bapipe_plan(space, choice, stages)) is not None
         ]
         if plans:
             (seconds, ends), choice = min(plans, key=lambda pair: pair[0])
@@ -162,9 +160,7 @@ def _bapipe_refusal(problem: Problem) -> str:
     return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, "does not fit")
 
 
-def find_bapipe_plan(
-    space: Space, choice: MicroBatchChoice, stages: int, *, overlap: bool
-) -> tuple[float, Ends] | None:
+def find_bapipe_plan(space: Space, choice: MicroBatchChoice, stages: int) -> tuple[float, Ends] | None:
     """Seconds of a step, and the cut points that the stages end at; None where no partition fits."""
     work = [cost_replicas(space, choice, [rank]) for rank in range(stages)]
     ideal = 1 / sum(1 / max(float((own.forward + own.backward)[0, -1]), 1e-300) for own in work)
@@ -186,15 +182,13 @@ def find_bapipe_plan(
             continue
         slowest = max(float(cost[at]) for cost, at in zip(costs, pairwise((0, *ends)), strict=True))
         send = max((float(own[end]) for own, end in zip(sent[1:], ends[:-1], strict=False)), default=0.0)
-        return bapipe_seconds(slowest, send, choice.micro_batches, stages, overlap=overlap), ends
+        return bapipe_seconds(slowest, send, choice.micro_batches, stages), ends
     return None
 
 
-def bapipe_seconds(slowest: float, send: float, micro_batches: int, stages: int, *, overlap: bool) -> float:
-    """Of a step of 1F1B-SO, where transfers `overlap` computing, else of 1F1B-SNO."""
-    count, most = micro_batches, stages
-    blocking = most + count - 2 - -(-(count - 1) // most)
-    return (count + most - 1) * slowest + (most - 1 if overlap else blocking) * 2 * send
+def bapipe_seconds(slowest: float, send: float, micro_batches: int, stages: int) -> float:
+    """Seconds of a step of 1F1B-SO."""
+    return (micro_batches + stages - 1) * slowest + (stages - 1) * 2 * send
 
 
 def _galvatron(problem: Problem) -> Iterator[Proposal]:

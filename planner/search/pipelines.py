@@ -25,7 +25,7 @@ from ...cost_models.program import Program
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import cached_program
 from ...cost_models.simulator import LinearCosts, linear_ends
-from ...cost_models.step_costs import Costs, Hosts, find_transfers, linear_costs
+from ...cost_models.step_costs import Costs, Hosts, linear_costs
 from ...cost_models.timeline import device_ends, step_seconds
 from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import bytes_by_layer, tied_exchanges
@@ -80,7 +80,6 @@ class Pipelines:
     forward_launch: Floats
     backward_launch: Floats
     plain_launch: Floats
-    transfers: str = "overlapped"
     hosts: Hosts = "each"
     routes: PipelineRoutes | None = None
 
@@ -119,11 +118,8 @@ class Pipelines:
     def _alike(self, sharings: Sequence[PortSharing], limit: float | None) -> Floats:
         """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
         costs = replace(self.costs(), links=sharings[0].links)
-        blocked = self.transfers != "overlapped" and (
-            self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
-        )
-        ends = None if blocked else self._linear_ends(sharings[0].links)
-        if ends is None and not blocked:
+        ends = self._linear_ends(sharings[0].links)
+        if ends is None:
             ends = device_ends(self._program, costs)
         tied = () if self.routes is None else self.routes.tied
         if ends is not None:
@@ -177,7 +173,7 @@ class Pipelines:
         count, threads = self.config.micro_batches, self.hosts == "one" and self._is_late
         most = MANY_ACTIONS if self.stages >= MANY_STAGES else 8 * MANY_ACTIONS
         few = 2 * self.stages * count <= most or self.config.recompute == "except_last"
-        if few or threads or self.transfers != "overlapped":
+        if few or threads:
             return None
         stages = (self.forward.T, self.backward.T, self.accumulation.T)
         launches = (self.forward_launch.T, self.backward_launch.T) if self._is_late else (None, None)
@@ -213,7 +209,6 @@ class Pipelines:
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
             accumulation=self.accumulation.T,
             hosts=self.hosts,
-            transfers=find_transfers(self.transfers),
         )
 
     def _over(self, usual: Floats, last: Floats) -> Floats:
@@ -302,13 +297,11 @@ def build_pipelines(
             sent = max(groups[cut].table.crossing[place], groups[cut + 1].table.crossing[place])
             latency[row, cut], pace = space.pace(here, there)
             occupancy[row, cut] = sent * pace
-    runtime = space.runtime
     return Pipelines(
         config,
         **columns,
         occupancy=occupancy,
         latency=latency,
-        transfers="overlapped" if runtime is None else runtime.transfers,
         hosts=space.hosts,
         routes=find_routes(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
     )

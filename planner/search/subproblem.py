@@ -231,17 +231,14 @@ class Subproblem:
 
     def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
         """Of whole plans."""
-        runtime, columns = self.space.runtime, dict(plans.columns)
+        columns = dict(plans.columns)
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
         columns |= _launches(choices, plans, starts)
-        transfers = "overlapped" if runtime is None else runtime.transfers
         devices = [self._devices(choices, plans, row) for row in range(len(plans))]
         routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
-        return Pipelines(
-            self.family.config, **columns, transfers=transfers, hosts=self.space.hosts, routes=routes
-        )
+        return Pipelines(self.family.config, **columns, hosts=self.space.hosts, routes=routes)
 
     def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""

@@ -119,14 +119,12 @@ class StageCosts:
 
         Raises UsageError for wrong counts, and where a split backward is given whole.
         """
-        from ..cost_models.step_costs import find_transfers, stage_costs
+        from ..cost_models.step_costs import stage_costs
 
         self._check(program)
         costs = stage_costs(program, self.forward, self.backward, self.weight)
         latency = self._latency(program)
-        return replace(
-            costs, forward_latency=latency, backward_latency=latency, transfers=find_transfers(transfers)
-        )
+        return replace(costs, forward_latency=latency, backward_latency=latency, transfers=transfers)
 
     def _check(self, program: Program) -> None:
         stages = program.devices

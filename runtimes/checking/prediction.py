@@ -20,7 +20,7 @@ from ...cost_models.program import Program
 from ...cost_models.quantities import format_count
 from ...cost_models.runtime import find_runtime
 from ...cost_models.schedules import PUBLISHED, find_schedule
-from ...cost_models.step_costs import Array, Costs, find_transfers, recompute_shares
+from ...cost_models.step_costs import Array, Costs, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
 from ...profiler.link_fit import fit_link
 from ..documents import PipeExport, TorchExport
@@ -96,7 +96,6 @@ def predict_step(
         overhead=np.full(program.devices, overhead) if overhead else None,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
         tied=tuple(weight.cost() for weight in case.tied),
-        transfers=find_transfers(runtime.transfers),
         hosts="one" if runtime.one_process else "each",
     )
     return simulate(program, costs)

@@ -22,7 +22,6 @@ from pplan.cost_models.quantities import MOST_DEVICES, MOST_SLOWDOWN
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedule_text import read_schedule, write_program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
-from pplan.cost_models.step_costs import find_transfers
 
 Golden = Callable[[str, str], None]
 AsText = Callable[[object], str]
@@ -224,7 +223,6 @@ def test_words_of_tables(golden: Golden, as_text: AsText) -> None:
     rows: dict[str, object] = {
         "optimizer": answer(find_optimizer, "lion"),
         "schedule": answer(find_schedule, "1f2b"),
-        "transfers": answer(find_transfers, "slow"),
     }
     rows |= {"runtimes": RUNTIMES, "optimizers": OPTIMIZERS}
     for name, runtime in RUNTIMES.items():

@@ -94,8 +94,8 @@ def test_runtimes_that_train_so_and_run_what_is_searched(make_problem: MakeProbl
         first, *others = (RUNTIMES[name] for name in own)
         for other in others:
             assert other.schedules & set(SEARCHED) == first.schedules & set(SEARCHED)
-            assert (other.replicas, other.one_process, other.recompute, other.transfers, other.tied) == (
-                *(first.replicas, first.one_process, first.recompute, first.transfers, first.tied),
+            assert (other.replicas, other.one_process, other.recompute, other.tied) == (
+                *(first.replicas, first.one_process, first.recompute, first.tied),
             )
     spread = {name for own in _kinds(make_problem(zero=1)) for name in own}
     assert spread == {name for name in names if 1 in RUNTIMES[name].zero}
@@ -205,11 +205,7 @@ class TestAnswers:
         problem = make_problem(4)
         plan = scored(problem, "1f1b", (0,), (1,))
         assert set(plan.recompute) == {"never"}
-        runtimes = [
-            name
-            for name, own in RUNTIMES.items()
-            if own.transfers == "overlapped" and "1f1b" in own.schedules and not own.one_process
-        ]
+        runtimes = [name for name, own in RUNTIMES.items() if "1f1b" in own.schedules and not own.one_process]
         ran = {name for name in runtimes if self.runs(problem, name, plan)}
         assert ran == set(runtimes) != set()
         for name in ran:
@@ -224,7 +220,7 @@ class TestAnswers:
         plan = scored(problem, "1f1b", (0,), (1,))
         again = replace(plan, recompute=("always", "never"))
         for name, own in RUNTIMES.items():
-            if own.transfers == "overlapped" and "1f1b" in own.schedules and not own.receives_ahead:
+            if "1f1b" in own.schedules and not own.receives_ahead:
                 assert self.runs(problem, name, again) == own.recompute_by_stage
 
     def test_where_it_keeps_the_users_of_a_weight_together(self, make_problem: MakeProblem) -> None:
@@ -232,7 +228,7 @@ class TestAnswers:
         problem = make_problem(4, tied=(1, 4))
         plan = scored(problem, "1f1b", (0,), (1,))
         for name, own in RUNTIMES.items():
-            if own.transfers == "overlapped" and "1f1b" in own.schedules and not own.receives_ahead:
+            if "1f1b" in own.schedules and not own.receives_ahead:
                 assert self.runs(problem, name, plan) == (own.tied != "none")
 
 

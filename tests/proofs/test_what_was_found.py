@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from attack import terms
-from attack.alone import made_up_runtimes
 from attack.attack import REFERENCE, attacked, quickly_solved
 from attack.problems import case_of
 from attack.results import Result
@@ -56,12 +55,18 @@ def test_many_devices_for_layers_that_no_cut_may_part() -> None:
 def test_a_plan_of_another_schedule_fits_where_none_of_the_first_does() -> None:
     """Of interleaved, which the runtime runs, too: it was refused while plans of it were not searched."""
     case = case_of(41037, "runtimes")
-    options = replace(case.options, max_stages=2, cut_after=("layer0", "layer1"), pins=(), keep_together=())
+    options = replace(
+        case.options,
+        max_stages=2,
+        cut_after=("layer0", "layer1"),
+        pins=(),
+        keep_together=(),
+        runtime="megatron-bridge",
+    )
     case = replace(case, options=options)
-    with made_up_runtimes():
-        problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
-        assert quickly_solved(case, problem).schedule in problem.heuristic_schedules
-        assert not attacked(case, quickly_solved).violations
+    problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
+    assert quickly_solved(case, problem).schedule in problem.heuristic_schedules
+    assert not attacked(case, quickly_solved).violations
 
 
 @pytest.mark.slow

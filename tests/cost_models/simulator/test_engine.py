@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.program_order import resolve_order
-from pplan.cost_models.step_costs import TRANSFERS, Costs, Transfers
+from pplan.cost_models.step_costs import TRANSFERS, Costs
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
 
 Node = tuple[str, int, int]
@@ -321,7 +321,7 @@ def equal_ends(timeline: Timeline, other: dict[Node, float]) -> None:
 @pytest.mark.slow
 @given(seeds, st.sampled_from(["overlapped", "blocking"]), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches: bool) -> None:
+def test_agrees_with_the_longest_path(seed: int, transfers: str, launches: bool) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)
     costs = replace(random_costs(rng, program, launches=launches), transfers=transfers)
@@ -331,7 +331,7 @@ def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches:
 @pytest.mark.slow
 @given(seeds, st.sampled_from(TRANSFERS), st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
-def test_agrees_with_a_stepped_clock(seed: int, transfers: Transfers, links: int) -> None:
+def test_agrees_with_a_stepped_clock(seed: int, transfers: str, links: int) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)
     costs = replace(random_costs(rng, program, links=links), transfers=transfers)
@@ -365,7 +365,7 @@ def test_random_programs_meet_what_they_are_for() -> None:
 
 @given(seeds, st.booleans(), st.sampled_from(["overlapped", "blocking"]), st.integers(0, 2))
 @settings(max_examples=100, deadline=None)
-def test_what_every_timeline_keeps(seed: int, launches: bool, transfers: Transfers, links: int) -> None:
+def test_what_every_timeline_keeps(seed: int, launches: bool, transfers: str, links: int) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)
     costs = replace(random_costs(rng, program, launches=launches, links=links), transfers=transfers)
@@ -427,7 +427,7 @@ def test_no_cost_is_better_larger(seed: int, data: st.DataObject) -> None:
 @given(seeds, st.booleans(), st.sampled_from(["overlapped", "blocking"]), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_candidates_side_by_side_are_the_single_ones(
-    seed: int, launches: bool, transfers: Transfers, links: int
+    seed: int, launches: bool, transfers: str, links: int
 ) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)

@@ -10,7 +10,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
-from pplan.cost_models.step_costs import TRANSFERS, Transfers, stage_costs
+from pplan.cost_models.step_costs import TRANSFERS, stage_costs
 from pplan.cost_models.timeline import StageTime, Transfer, simulate
 
 TWO = find_schedule("gpipe").program(2, 2)
@@ -53,7 +53,7 @@ def test_time_that_a_sender_waits_is_transfer() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transfers", TRANSFERS)
-def test_the_parts_make_the_step(name: str, transfers: Transfers) -> None:
+def test_the_parts_make_the_step(name: str, transfers: str) -> None:
     program = find_schedule(name).program(4, 8)
     costs = stage_costs(program, [1, 2, 1, 3], [2, 3, 1, 2], [0.5, 1, 2, 1], transfer_latency=0.375)
     costs = replace(

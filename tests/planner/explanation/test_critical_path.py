@@ -159,7 +159,7 @@ def random_costs(
         optimizer=some(devices) if rng.random() < 0.5 else None,
         all_reduce=3 * some(devices, chunks) if rng.random() < 0.7 else None,
         buckets=int(rng.choice([1, 3])),
-        transfers=transfers,  # type: ignore[arg-type]
+        transfers=transfers,
         hosts="each" if hosts == "each" else "one",
         links=None if rng.random() < 0.5 else rng.integers(-1, 2, (devices, devices)),
     )

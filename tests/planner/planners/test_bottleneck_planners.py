@@ -161,7 +161,7 @@ def test_bapipe_by_brute_force(make_chain: MakeChain) -> None:
                 if busy < np.inf:
                     by_coarse[seconds <= ideal].append((busy, ends))
         expected = min(by_coarse[True] or by_coarse[False], default=None)
-        plan = find_bapipe_plan(space, choice, stages, overlap=True)
+        plan = find_bapipe_plan(space, choice, stages)
         if expected is None or plan is None:
             assert plan is expected
             continue
@@ -180,8 +180,7 @@ def busiest(space: Space, choice: MicroBatchChoice, ends: Sequence[int]) -> floa
 
 def test_bapipe_counts_the_transfers_of_1f1b() -> None:
     """3 stages, 4 micro-batches, stages of 10 s and transfers of 1 s each way."""
-    assert bapipe_seconds(10, 1, 4, 3, overlap=True) == (4 + 3 - 1) * 10 + (3 - 1) * 2
-    assert bapipe_seconds(10, 1, 4, 3, overlap=False) == (4 + 3 - 1) * 10 + (3 + 4 - 2 - 1) * 2
+    assert bapipe_seconds(10, 1, 4, 3) == (4 + 3 - 1) * 10 + (3 - 1) * 2
 
 
 def event_times(forward: Sequence[float], backward: Sequence[float], *, count: int) -> float:

@@ -134,7 +134,6 @@ def test_where_all_stages_are_looked_at_side_by_side(monkeypatch: Patch) -> None
     assert make_pipelines(1)._linear_ends(None) is not None
     assert make_pipelines(1, hosts="one")._linear_ends(None) is None
     assert make_pipelines(1, hosts="one", **none)._linear_ends(None) is not None
-    assert make_pipelines(1, transfers="blocking")._linear_ends(None) is None
     config = PipelineConfig("1f1b", "except_last", 6, 1)
     assert make_pipelines(1, config=config)._linear_ends(None) is None
     monkeypatch.setattr(pipelines, "MANY_ACTIONS", 2 * 3 * 6)
