@@ -1,7 +1,8 @@
 """The simulator: a program and its costs -> start and end of every action, transfer and all-reduce.
 
-One event loop runs any program. Where each link serves in a known order a simpler loop gives the same bits,
-and `linear_ends` runs 1F1B and GPipe with one stage a device, all stages at once:
+One event loop, `run_by_events`, runs any program. Where each link serves in a known order, `run_in_order`
+gives the same bits, of one candidate or of many side by side (tests/cost_models/simulator/test_engine.py).
+`linear_ends` (test_linear.py) runs 1F1B and GPipe with one stage a device, all stages at once:
 
 Every action has a tick, at which no stage has two, behind the ticks of all that it waits for: of stage s of
 p, and micro-batch m of M,
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -31,73 +31,76 @@ from .program_order import NONE, Indices, Order
 from .step_costs import ActionCosts, Array, has_static_link_order, recompute_seconds, update_actions
 
 
-def _column(index: int) -> cached_property[Array]:
-    return cached_property(lambda run: np.asarray(run.columns[index]))
+class Run(NamedTuple):
+    """Simulated seconds of one candidate, by action in the order of the clock; `free` by device."""
 
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Simulated seconds of one candidate (lists, converted to arrays on first access)."""
-
-    columns: tuple[list[float], list[float], list[float], list[float], list[float]]
-
-    start = _column(0)
-    """Of each action, in the order of the clock."""
-    end = _column(1)
-    """Of each action."""
-    begin = _column(2)
+    start: Array
+    end: Array
+    begin: Array
     """When the transfer of each action that sends goes on its link."""
-    arrival = _column(3)
+    arrival: Array
     """When that transfer is there."""
-    free = _column(4)
+    free: Array
     """When each device is done."""
 
 
 def run(values: ActionCosts) -> Run:
     """Run one candidate. Raises UsageError where devices wait for each other for ever."""
-    return _run_in_order(values) if has_static_link_order(values) else _run_by_events(values)
+    if not has_static_link_order(values):
+        return run_by_events(values)
+    rows: list[tuple[float, float, float, float]] = []
+    free = run_in_order(values, rows)
+    start, end, begin, arrival = np.array(rows).T
+    return Run(start, end, begin, arrival, np.array(free))
 
 
-def _run_in_order(values: ActionCosts) -> Run:
-    """The loop for links that serve in the order of the clock: every start is the latest of some ends."""
-    order, count = values.order, len(values.order)
-    start, end, begin, arrival = ([0.0] * count for _ in range(4))
-    free, link_free = [0.0] * order.program.devices, [0.0] * values.links
-    waits = values.costs.transfers == "blocking"
-    occupancy, latency = values.occupancy.tolist(), values.latency.tolist()
-    launches = (
-        None if values.launches is None else (values.launches.start.tolist(), values.launches.end.tolist())
+def run_many(values: ActionCosts) -> Array:
+    """When each device is done, shape (stages, candidates), where links serve in a known order."""
+    return np.array(run_in_order(values))
+
+
+def run_in_order(values: ActionCosts, rows: list[Any] | None = None) -> list[Any]:
+    """Return when each device is done, where links serve in the order of the clock: every start is the latest
+    of some ends. Values of many candidates are arrays. `rows` receives start, end, begin and arrival of each
+    action."""
+    lists, launches, many = values.order.lists, values.launches, values.duration.ndim > 1
+    later: Any = np.maximum if many else max
+    zero: Any = 0 * values.duration[0]
+    free, link_free = [zero] * values.order.program.devices, [zero] * values.links
+    seconds, occupancy, latency, *hosted = (
+        list(own) if many else own.tolist()
+        for own in (values.duration, values.occupancy, values.latency, *(launches or ())[:2])
     )
-    links = order.lists["pair_link"] if values.link is order.pair_link else values.link.tolist()
-    cuts = order.lists["cut"] if values.cut is order.cut else values.cut.tolist()
-    columns = (order.lists["device"], order.lists["source"], links, cuts, values.duration.tolist())
-    for i, (device, sender, line, row, seconds) in enumerate(zip(*columns, strict=True)):
+    waits, cuts = values.costs.transfers == "blocking", values.cut.tolist()
+    arrived: list[Any] = [None] * len(values.order)
+    columns = (*(lists[name] for name in ("device", "source", "target")), values.link.tolist(), seconds)
+    for i, (device, sender, target, line, taken) in enumerate(zip(*columns, strict=True)):
         begins = free[device]
-        if sender >= 0 and arrival[sender] > begins:
-            begins = arrival[sender]
-        ends = begins + seconds
-        if launches is not None:
-            if launches[0][i] > begins:
-                begins = launches[0][i]
-                ends = begins + seconds
-            ends = max(ends, launches[1][i])
-        start[i] = begins
-        end[i] = free[device] = begin[i] = ends
-        if line >= 0:
-            if link_free[line] > ends:
-                begin[i] = ends = link_free[line]
-            ends += occupancy[row]
-            link_free[line] = ends
-        else:
-            ends += occupancy[row]
-        ends += latency[row]
-        arrival[i] = ends
-        if waits:
-            free[device] = ends
-    return Run((start, end, begin, arrival, free))
+        if sender >= 0:
+            other, arrived[sender] = arrived[sender], None
+            begins = np.maximum(begins, other) if many else other if other > begins else begins
+        if hosted:
+            begins = later(begins, hosted[0][i])
+        ends = begins + taken
+        if hosted:
+            ends = later(ends, hosted[1][i])
+        free[device] = begin = arrival = ends
+        if target >= 0:
+            if line >= 0:
+                other = link_free[line]
+                begin = np.maximum(ends, other) if many else other if other > ends else ends
+            arrival = begin + occupancy[cuts[i]]
+            if line >= 0:
+                link_free[line] = arrival
+            arrived[i] = arrival = arrival + latency[cuts[i]]
+            if waits:
+                free[device] = arrival
+        if rows is not None:
+            rows.append((begins, ends, begin, arrival))
+    return free
 
 
-def _run_by_events(values: ActionCosts) -> Run:
+def run_by_events(values: ActionCosts) -> Run:
     """The event loop: links serve whoever is ready first (of several at once the first on the clock).
 
     `action_waits` and `transfer_waits`: how many events each waits for, counted down; `start` and `ready` (of
@@ -164,7 +167,7 @@ def _run_by_events(values: ActionCosts) -> Run:
                 release(following[i], arrival[i])
     if any(action_waits):
         raise _stuck(values, np.asarray(action_waits) > 0, np.asarray(transfer_waits) > 0)
-    return Run((start, end, begin, arrival, free))
+    return Run(*map(np.array, (start, end, begin, arrival, free)))
 
 
 def _following(order: Order) -> Indices:
@@ -205,37 +208,6 @@ def _stuck(values: ActionCosts, waiting: Any, unsent: Any) -> UsageError:
         f"with {values.costs.transfers} transfers the stages wait for each other: " + "; ".join(waits),
         "Use overlapped or blocking transfers, or another schedule.",
     )
-
-
-def run_many(values: ActionCosts) -> Array:
-    """When each device is done, shape (stages, candidates), where links serve in a known order: the loop of
-    `run` on rows of all candidates."""
-    order, candidates = values.order, values.duration.shape[1]
-    lists = order.lists
-    free = [np.zeros(candidates)] * order.program.devices
-    link_free = [np.zeros(candidates)] * values.links
-    arrived: dict[int, Array] = {}
-    links, cut = values.link.tolist(), values.cut.tolist()
-    occupancy, latency = list(values.occupancy), list(values.latency)
-    launches = values.launches
-    for i, (own, sender, line) in enumerate(zip(lists["device"], lists["source"], links, strict=True)):
-        begins = free[own] if sender < 0 else np.maximum(free[own], arrived.pop(sender))
-        if launches is not None:
-            begins = np.maximum(begins, launches.start[i])
-        ends = begins + values.duration[i]
-        if launches is not None:
-            ends = np.maximum(ends, launches.end[i])
-        free[own] = ends
-        if lists["target"][i] != NONE:
-            if line != NONE:
-                ends = np.maximum(ends, link_free[line])
-            sent = ends + occupancy[cut[i]]
-            if line != NONE:
-                link_free[line] = sent
-            arrived[i] = sent + latency[cut[i]]
-            if values.costs.transfers == "blocking":
-                free[own] = arrived[i]
-    return np.array(free)
 
 
 class Reduction(NamedTuple):

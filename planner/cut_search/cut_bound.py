@@ -49,7 +49,7 @@ def count_critical_path(program: Program, run: Run, after: Floats) -> PathCounts
     It ends with the last action, or `after` (slots,) seconds after the last backward of a slot.
     """
     order = resolve_order(program)
-    end, arrival = run.columns[1], run.columns[3]
+    end, arrival = run.end.tolist(), run.arrival.tolist()
     action, last = int(np.argmax(run.end)), _last_actions(order)
     ends = np.asarray(run.end)[last] + after
     is_exposed = bool(ends.max() > run.end[action])

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.program_order import resolve_order
-from pplan.cost_models.step_costs import TRANSFERS, Costs
+from pplan.cost_models.simulator import run, run_by_events
+from pplan.cost_models.step_costs import TRANSFERS, Costs, has_static_link_order, lower_costs
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
 
 Node = tuple[str, int, int]
@@ -346,6 +347,24 @@ def test_agrees_with_a_stepped_clock(seed: int, transfers: str, links: int) -> N
     equal_ends(simulate(program, costs), expected)
 
 
+@given(seeds, st.booleans(), st.sampled_from(["overlapped", "blocking"]), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_the_clock_gives_the_bits_of_the_event_loop(
+    seed: int, launches: bool, transfers: str, links: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    program = random_program(rng)
+    costs = replace(random_costs(rng, program, launches=launches, links=links), transfers=transfers)
+    order = resolve_order(program)
+    values = lower_costs(order, costs)
+    if has_static_link_order(values):
+        found, expected = run(values), run_by_events(values)
+        for name in ("start", "end", "free"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+        for name in ("begin", "arrival"):
+            assert getattr(found, name)[order.sends].tolist() == getattr(expected, name)[order.sends].tolist()
+
+
 def test_random_programs_meet_what_they_are_for() -> None:
     """Shared links make some waits, blocking transfers some deadlocks, and most programs none."""
     slower = deadlocks = 0
@@ -446,8 +465,8 @@ def test_candidates_side_by_side_are_the_single_ones(
     assert [float(step_seconds(program, together.candidate(i))[0]) for i in range(4)] == expected
 
 
-@pytest.mark.parametrize("run", [simulate, step_seconds])
-def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ask", [simulate, step_seconds])
+def test_memory_is_linear_in_the_actions(ask: Callable[..., Any]) -> None:
     """Twice the micro-batches, at most twice the arrays (and lists): nothing is kept by pairs of actions."""
     import tracemalloc
 
@@ -457,7 +476,7 @@ def test_memory_is_linear_in_the_actions(run: Callable[..., Any]) -> None:
         costs = Costs(forward=np.ones((4, 1, micro_batches)), backward=np.ones((4, 1, micro_batches)))
         resolve_order(program)
         tracemalloc.start()
-        run(program, costs)
+        ask(program, costs)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
