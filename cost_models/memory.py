@@ -1,9 +1,9 @@
 """The memory ledger: bytes of a stage's layers, of the training of its weights, and every term of a device.
 
-`StageBytes` holds the bytes of a stage's layers. `ledger` is the closed form for 1F1B and GPipe: its
-arguments are floats or numpy arrays that broadcast together, so that one formula serves a single stage and
-the table of all stages of a chain. `device_ledger` counts any program, action by action; a test
-compares them.
+`StageBytes` holds the bytes of a stage's layers. `device_ledger` counts any program, action by action.
+`ledger` sums the same terms with the closed forms of 1F1B and GPipe for what is in flight: its arguments are
+floats or numpy arrays that broadcast together, so that one formula serves a single stage and the table of all
+stages of a chain. tests/cost_models/test_memory_device.py compares both.
 
 A device runs its list in order, so what is alive during an action follows from the list alone, whatever the
 costs. A micro-batch is in flight on a chunk from the start of its F to the end of its W, of its B where it
@@ -35,7 +35,7 @@ each as its own checkpoint; here they are one checkpoint, which keeps one input.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor
@@ -47,7 +47,7 @@ import numpy.typing as npt
 from .errors import UsageError
 from .layer import Floats
 from .optimizers import FLOAT32, ZERO_STAGES, Optimizer, Precision, find_optimizer
-from .program import Action, Program
+from .program import Program
 from .runtime import OFFLOAD
 
 Amount = float | npt.NDArray[np.float64]
@@ -307,26 +307,51 @@ def ledger(
     stage = receive_ahead(stage, ahead) if ahead else stage
     if recompute == OFFLOAD:
         stage, recompute = offload_saved(stage), "always"
+    activations, stage_inputs = _activations(stage, in_flight, recompute)
+    versions = training.versions(stage, weight_versions)
+    waits = _waiting(stage, in_flight - 1, recompute) if weight_versions > 1 else 0.0
+    usage = Usage(activations, stage_inputs, stage.workspace, waits)
+    return _sum_terms(training, stage, versions, usage, stage.received + stage.sent, context_bytes, moment)
+
+
+class Usage(NamedTuple):
+    """Bytes that come and go, as a device holds most of them; `waits`: of micro-batches that are in flight
+    while the optimizer steps; `pending`: gradients that a W needs, where there is one."""
+
+    activations: Amount
+    stage_inputs: Amount
+    workspace: Amount
+    waits: Amount
+    pending: Amount | None = None
+
+
+def _sum_terms(
+    training: Training,
+    stage: StageBytes,
+    versions: Amount,
+    usage: Usage,
+    transfers: Amount,
+    context_bytes: float,
+    moment: Moment = "any",
+) -> dict[str, Amount]:
+    """The ledger, of whatever counted the `usage`."""
+    passing: dict[str, Amount] = {"activations": usage.activations, "stage_inputs": usage.stage_inputs}
+    if usage.pending is not None:
+        passing["pending_gradients"] = usage.pending
     terms = {
         **training.states(stage),
-        "weight_versions": training.versions(stage, weight_versions),
-        **_activations(stage, in_flight, recompute),
-        "communication": stage.received + stage.sent + training.exchange_bytes(stage),
-        "workspace": stage.workspace,
+        "weight_versions": versions,
+        **passing,
+        "communication": transfers + training.exchange_bytes(stage),
+        "workspace": usage.workspace,
     }
     temporaries = training.step_temporaries(stage)
-    if temporaries is not None and moment != "passes":
-        waits = _waiting(stage, in_flight - 1, recompute) if weight_versions > 1 else 0.0
-        if moment == "step":
-            terms |= {
-                "activations": waits,
-                "stage_inputs": 0.0,
-                "workspace": 0.0,
-                "optimizer_step": temporaries,
-            }
-        else:
-            freed = terms["activations"] + terms["stage_inputs"] + stage.workspace
-            terms["optimizer_step"] = step_excess(temporaries, waits, freed)
+    if temporaries is not None and moment == "step":
+        terms |= {"activations": usage.waits, "stage_inputs": 0.0, "workspace": 0.0}
+        terms["optimizer_step"] = temporaries
+    elif temporaries is not None and moment == "any":
+        freed = total(passing) + usage.workspace
+        terms["optimizer_step"] = np.maximum(temporaries + usage.waits - freed, 0.0)
     return with_reserve(terms, context_bytes)
 
 
@@ -336,12 +361,7 @@ def with_reserve(terms: dict[str, Amount], context_bytes: float) -> dict[str, Am
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context
 
 
-def step_excess(temporaries: Amount, waits: Amount, freed: Amount) -> Amount:
-    """Bytes that an optimizer's step needs with what waits meanwhile, above those of the passes before."""
-    return np.maximum(temporaries + waits - freed, 0.0)
-
-
-def total(terms: dict[str, Amount]) -> Any:
+def total(terms: Mapping[str, Amount]) -> Any:
     """Sum of a ledger's terms."""
     return sum(terms.values())
 
@@ -353,40 +373,19 @@ def _waiting(stage: StageBytes, in_flight: float, recompute: str) -> Amount:
     )
 
 
-def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
+def _activations(stage: StageBytes, in_flight: float, recompute: str) -> tuple[Amount, Amount]:
     """Activations and stage inputs of the micro-batches in flight, and of the one at work."""
     whole = stage.saved + stage.saved_input
+    _check_recompute(recompute)
     if recompute == "never":
-        return {"activations": in_flight * whole, "stage_inputs": stage.input * 0}
+        return in_flight * whole, stage.input * 0
+    waiting = in_flight - 1 if recompute == "except_last" else in_flight
+    return 1 * whole + in_flight * stage.besides, stage.input * waiting
+
+
+def _check_recompute(recompute: str) -> None:
     if recompute not in RECOMPUTES:
         raise UsageError(f"recompute {recompute!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
-    waiting = in_flight - 1 if recompute == "except_last" else in_flight
-    besides = in_flight * stage.besides
-    return {"activations": 1 * whole + besides, "stage_inputs": stage.input * waiting}
-
-
-class InFlightBytes(NamedTuple):
-    """A micro-batch in flight on a chunk, and the bytes that it holds."""
-
-    micro_batch: int
-    chunk: int
-    bytes: float
-
-
-@dataclass(frozen=True)
-class DeviceLedger:
-    """Bytes by term as a device holds most; `action`: the first one during which it does; `alive`: the
-    micro-batches in flight then, whose bytes add up to the terms `activations`, `stage_inputs` and
-    `pending_gradients`."""
-
-    terms: dict[str, float]
-    action: Action
-    alive: tuple[InFlightBytes, ...]
-
-    @property
-    def bytes(self) -> float:
-        """What the device needs."""
-        return sum(self.terms.values())
 
 
 class ActionBytes(NamedTuple):
@@ -396,6 +395,8 @@ class ActionBytes(NamedTuple):
     stage_inputs: Floats
     pending_gradients: Floats
     workspace: Floats
+    in_flight: Floats
+    """Number of micro-batches, by chunk, halves counted as whole ones."""
 
     @property
     def bytes(self) -> Floats:
@@ -406,20 +407,41 @@ class ActionBytes(NamedTuple):
 def bytes_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
 ) -> ActionBytes:
-    """What a device holds during each action, besides what it has all the time. Arguments and errors as of
-    `device_ledger`."""
-    _check(program, device, chunk_bytes, recompute)
-    own, stays = program.actions[device], _lifetimes(program, device, recompute)
-    sizes = [micro_batch_bytes(chunk, program) for chunk in chunk_bytes]
-    split = {action[1:] for action in own if action.kind == "W"}
-    workspace = np.array(
-        [
-            float(chunk.layer_workspace if action.kind != "F" and action[1:] in split else chunk.workspace)
-            for action in own
-            for chunk in (chunk_bytes[action.chunk],)
-        ]
+    """What a device holds during each action, besides what it has all the time.
+
+    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
+    Arguments and errors as of `device_ledger`.
+    """
+    _check_recompute(recompute)
+    actions = program.actions[device]
+    where: dict[tuple[str, int, int], int] = {action: position for position, action in enumerate(actions)}
+    # By chunk, whether it saves all in forward, and as MicroBatchBytes.
+    changes = np.zeros((len(actions) + 1, len(chunk_bytes), 2, 4))
+    in_flight = np.zeros(len(actions) + 1)
+    for start, (kind, m, chunk) in enumerate(actions):
+        if kind != "F":
+            continue
+        backward = where["B", m, chunk]
+        end = where.get(("W", m, chunk), backward)
+        saves = recompute == "never" or (recompute == "except_last" and m == program.micro_batches - 1)
+        starts = (start, backward, backward, backward + 1)
+        for phase, begins in enumerate(starts if end > backward else starts[:2]):
+            changes[begins, chunk, int(saves), phase] += program.share(m)
+            changes[end + 1, chunk, int(saves), phase] -= program.share(m)
+        in_flight[start] += 1
+        in_flight[end + 1] -= 1
+    totals = np.cumsum(changes, axis=0)[:-1]
+    sizes = np.array([micro_batch_bytes(chunk, program) for chunk in chunk_bytes])
+    activations, inputs, pending = (np.tensordot(totals, own, axes=3) for own in np.moveaxis(sizes, -1, 0))
+    workspace = [
+        chunk_bytes[chunk].layer_workspace
+        if kind != "F" and ("W", m, chunk) in where
+        else chunk_bytes[chunk].workspace
+        for kind, m, chunk in actions
+    ]
+    return ActionBytes(
+        activations, inputs, pending, np.array(workspace, np.float64), np.cumsum(in_flight)[:-1]
     )
-    return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
 
 
 def device_ledger(
@@ -433,8 +455,8 @@ def device_ledger(
     copies: int = 1,
     context_bytes: float = 0,
     ahead: bool = False,
-) -> DeviceLedger:
-    """The ledger of one device of `program`, with the terms of `memory.ledger`.
+) -> dict[str, float]:
+    """The ledger of one device of `program`: the terms of `ledger`, counted action by action.
 
     `chunk_bytes`: of each of its chunks, at the size of a whole micro-batch of one replica. The replicas of
     `training` are all devices that add up the same gradients: Chimera's other direction counts too.
@@ -442,45 +464,25 @@ def device_ledger(
 
     Weights, gradients, states and versions are those of all chunks, and of the copies that no pipe trains
     (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
-    together, at the action at which their sum is largest; the optimizer's step as in `memory.ledger`.
+    together, at the action at which their sum is largest; the optimizer's step as in `ledger`.
     Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
     `ahead`: of all chunks, whose bytes are those of `receive_ahead`.
     Raises UsageError.
     """
-    usage = bytes_by_action(program, device, chunk_bytes, recompute)
-    peak = int(np.argmax(usage.bytes))
-    whole = _merge_chunks(chunk_bytes)
-    terms = {
-        **training.states(whole),
-        "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
-        "activations": float(usage.activations[peak]),
-        "stage_inputs": float(usage.stage_inputs[peak]),
-        **({"pending_gradients": float(usage.pending_gradients[peak])} if program.splits_backward else {}),
-        "communication": _transfers(program, device, chunk_bytes, ahead) + training.exchange_bytes(whole),
-        "workspace": float(usage.workspace[peak]),
-    }
-    alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))
-    temporaries = training.step_temporaries(whole)
-    if temporaries is not None:
-        asynchronous = np.max(weight_versions) > 1
-        waiting = usage.activations[peak] if recompute == "never" else usage.stage_inputs[peak]
-        waits = float(waiting) * (len(alive) - 1) / len(alive) if asynchronous else 0.0
-        terms["optimizer_step"] = step_excess(temporaries, waits, float(usage.bytes[peak]))
-    closed = {name: float(amount) for name, amount in with_reserve(terms, context_bytes).items()}
-    return DeviceLedger(closed, program.actions[device][peak], alive)
-
-
-def _alive(
-    program: Program, device: int, chunks: Sequence[StageBytes], recompute: str, position: int
-) -> Iterator[InFlightBytes]:
-    """The micro-batches in flight at a position in the list, in the order of their forwards."""
-    sizes = [micro_batch_bytes(chunk, program) for chunk in chunks]
-    for stay in _lifetimes(program, device, recompute):
-        if stay.start <= position <= stay.end:
-            own = sizes[stay.chunk][stay.saves]
-            phases = [True, position >= stay.backward, *(position > before for before in stay.part_starts)]
-            amount = sum(sum(size) for size, is_on in zip(own, phases, strict=False) if is_on)
-            yield InFlightBytes(stay.micro_batch, stay.chunk, stay.share * amount)
+    held = bytes_by_action(program, device, chunk_bytes, recompute)
+    peak = int(np.argmax(held.bytes))
+    activations, stage_inputs, pending, workspace, in_flight = (float(own[peak]) for own in held)
+    waiting = activations if recompute == "never" else stage_inputs
+    waits = waiting * (in_flight - 1) / in_flight if np.max(weight_versions) > 1 else 0.0
+    terms = _sum_terms(
+        training,
+        _merge_chunks(chunk_bytes),
+        _versions(program, chunk_bytes, training, weight_versions, copies),
+        Usage(activations, stage_inputs, workspace, waits, pending if program.splits_backward else None),
+        _transfers(program, device, chunk_bytes, ahead),
+        context_bytes,
+    )
+    return {name: float(amount) for name, amount in terms.items()}
 
 
 class TermBytes(NamedTuple):
@@ -501,38 +503,6 @@ class MicroBatchBytes(NamedTuple):
     behind_first_part: TermBytes = TermBytes(0.0)
 
 
-class _Lifetime(NamedTuple):
-    """A micro-batch on a chunk: the positions in the list of its F, its B and what ends it."""
-
-    micro_batch: int
-    chunk: int
-    share: float
-    start: int
-    backward: int
-    end: int
-    saves: bool
-    """Whether it saves all in forward."""
-
-    @property
-    def part_starts(self) -> tuple[int, ...]:
-        """The last positions before the third and the fourth of `MicroBatchBytes` are there."""
-        return (self.backward - 1, self.backward) if self.end > self.backward else ()
-
-
-def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]:
-    """In the order of the forwards."""
-    where = {action: position for position, action in enumerate(program.actions[device])}
-    last = program.micro_batches - 1
-    stays = []
-    for (kind, m, chunk), start in where.items():
-        if kind == "F":
-            backward = where[Action("B", m, chunk)]
-            end = where.get(Action("W", m, chunk), backward)
-            saves = recompute == "never" or (recompute == "except_last" and m == last)
-            stays.append(_Lifetime(m, chunk, program.share(m), start, backward, end, saves))
-    return stays
-
-
 def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
     """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
     saved, besides = float(stage.saved + stage.saved_input), float(stage.besides)
@@ -545,25 +515,6 @@ def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBy
         MicroBatchBytes(TermBytes(output + besides, float(stage.input)), TermBytes(saved), *parts),
         MicroBatchBytes(TermBytes(saved + output), TermBytes(0.0), *parts),
     )
-
-
-def _over_time(
-    count: int, stays: Sequence[_Lifetime], sizes: Sequence[tuple[MicroBatchBytes, MicroBatchBytes]]
-) -> tuple[Floats, Floats, Floats]:
-    """(actions,) each: bytes of activations, stage inputs and pending gradients during every action.
-
-    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
-    """
-    changes = np.zeros((count + 1, len(sizes), 2, 4))  # by chunk, whether it saves, and as MicroBatchBytes
-    for stay in stays:
-        counts = changes[:, stay.chunk, int(stay.saves)]
-        starts = (stay.start, stay.backward, *(position + 1 for position in stay.part_starts))
-        for phase, start in enumerate(starts):
-            counts[start, phase] += stay.share
-            counts[stay.end + 1, phase] -= stay.share
-    totals = np.cumsum(changes, axis=0)[:-1]
-    activations, inputs, pending = np.moveaxis(np.array(sizes), -1, 0)
-    return tuple(np.tensordot(totals, table, axes=3) for table in (activations, inputs, pending))  # type: ignore[return-value]
 
 
 def _merge_chunks(chunks: Sequence[StageBytes]) -> StageBytes:
@@ -625,21 +576,6 @@ def round_ledger(terms: Mapping[str, float]) -> dict[str, int]:
     for name in sorted(terms, key=lambda name: whole[name] - terms[name])[:lacking]:
         whole[name] += 1
     return whole
-
-
-def _check(program: Program, device: int, chunks: Sequence[StageBytes], recompute: str) -> None:
-    if not 0 <= device < program.devices:
-        raise UsageError(
-            f"device {device}: the program has devices 0 to {program.devices - 1}", "Name one of them."
-        )
-    own = {place.chunk for pipe in program.pipes for place in pipe if place.device == device}
-    if len(chunks) != len(own):
-        raise UsageError(
-            f"chunk_bytes: {len(chunks)} for {len(own)} chunks of device {device}",
-            "Give the bytes of each chunk, in order.",
-        )
-    if recompute not in RECOMPUTES:
-        raise UsageError(f"recompute {recompute!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
 
 
 _WORD = re.compile(r"first_([1-9]\d{0,6})")

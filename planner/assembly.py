@@ -131,7 +131,7 @@ class Assembly:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
         it is given."""
         options = self.ledger_options(device)
-        result = device_ledger(
+        return device_ledger(
             self.program,
             device,
             self.chunk_bytes(device, recompute),
@@ -148,7 +148,6 @@ class Assembly:
             context_bytes=options["context_bytes"],
             ahead=self._is_ahead,
         )
-        return result.terms
 
     @property
     def _is_ahead(self) -> bool:

@@ -9,7 +9,6 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import (
-    DeviceLedger,
     StageBytes,
     Training,
     bytes_by_action,
@@ -148,14 +147,14 @@ def test_every_schedule_against_the_walk(name: str, recompute: str) -> None:
             found = device_ledger(program, device, chunks, Training("adam"), recompute=recompute)
             walk = Walk(program, device, chunks, recompute)
             amounts, action = peak_of(walk)
-            assert [found.terms.get(term, 0.0) for term in TERMS] == amounts
-            assert ("pending_gradients" in found.terms) == program.splits_backward
-            assert found.action == action
+            assert [found.get(term, 0.0) for term in TERMS] == amounts
+            assert ("pending_gradients" in found) == program.splits_backward
+            usage = bytes_by_action(program, device, chunks, recompute).bytes
+            assert program.actions[device][int(usage.argmax())] == action
             assert not walk.live, "all is free after the list"
-            assert sum(alive.bytes for alive in found.alive) == sum(amounts[:3])
             if program.splits_backward:
                 crossing = micro_batches * sum(2 * own.received + own.sent for own in chunks)
-                assert found.terms["communication"] == crossing
+                assert found["communication"] == crossing
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -172,21 +171,8 @@ def test_every_action_against_the_walk(name: str, recompute: str) -> None:
         assert found.stage_inputs.tolist() == [amount_of(live, "input") for _, live in steps]
         assert found.pending_gradients.tolist() == [amount_of(live, "pending") for _, live in steps]
         assert found.workspace.tolist() == workspace
+        assert found.in_flight.tolist() == [len({name[1:] for name in live}) for _, live in steps]
         assert found.bytes.max() > 0
-
-
-@pytest.mark.parametrize("recompute", MODES)
-def test_what_is_alive_at_the_peak(recompute: str) -> None:
-    program = find_schedule("zb-v").program(4, 8)
-    chunks = chunks_of(program)
-    for device in range(4):
-        found = device_ledger(program, device, chunks, Training(), recompute=recompute)
-        walk = Walk(program, device, chunks, recompute)
-        live = next(live for action, live in walk if action == found.action)
-        held: dict[tuple[int, int], float] = {}
-        for (_, micro_batch, number), amount in live.items():
-            held[micro_batch, number] = held.get((micro_batch, number), 0.0) + amount
-        assert {(alive.micro_batch, alive.chunk): alive.bytes for alive in found.alive} == held
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -225,14 +211,14 @@ def test_straight_schedules_have_the_planners_ledger(
                 context_bytes=512,
             )
             if recompute != "except_last" or name == "gpipe":
-                assert found.terms == pytest.approx(closed)
+                assert found == pytest.approx(closed)
 
 
 def held(program: Program, device: int, recompute: str) -> tuple[float, float]:
     """Whole micro-batches and stage inputs at the peak."""
     unit = replace(chunk(0), saved=1000.0, saved_input=0.0, input=1.0, workspace=0.0)
     unit = replace(unit, output=0.0, released=0.0, pending=0.0, layer_workspace=0.0)
-    terms = device_ledger(program, device, [unit], Training(), recompute=recompute).terms
+    terms = device_ledger(program, device, [unit], Training(), recompute=recompute)
     return terms["activations"] / 1000, terms["stage_inputs"]
 
 
@@ -274,8 +260,8 @@ def test_halves_of_a_micro_batch_hold_half() -> None:
     assert held(program, 1, "always") == (0.5, 1)
 
 
-def everything(found: DeviceLedger) -> dict[str, float]:
-    return {name: amount for name, amount in found.terms.items() if name not in ("reserve", "workspace")}
+def everything(found: dict[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in found.items() if name not in ("reserve", "workspace")}
 
 
 def test_two_chunks_by_hand() -> None:
@@ -294,8 +280,8 @@ def test_two_chunks_by_hand() -> None:
         # The first device hands either chunk on, and gets the second one's input from device 1.
         "communication": 3 * 53 + 3 * 41,
     }
-    assert (found.action, found.terms["workspace"]) == (Action("F", 1, 1), 7)
-    assert found.bytes == pytest.approx(sum(everything(found).values()) * 1.05 + 7 * 1.05)
+    assert found["workspace"] == 7
+    assert sum(found.values()) == pytest.approx(sum(everything(found).values()) * 1.05 + 7 * 1.05)
 
 
 def test_chunks_of_one_device_send_each_other_nothing() -> None:
@@ -305,11 +291,11 @@ def test_chunks_of_one_device_send_each_other_nothing() -> None:
     whole = [tuple(action for action in own if action.kind != "W") for own in split.actions]
     program = Program(tuple(whole), split.pipes, split.pipe_of)
     found = device_ledger(program, 1, [chunk(0), chunk(1)], Training())
-    assert found.terms["communication"] == 41 + 3 * 53
+    assert found["communication"] == 41 + 3 * 53
     found = device_ledger(split, 1, [chunk(0), chunk(1)], Training())
-    assert found.terms["communication"] == 4 * (2 * (41 + 3 * 41) + 53 + 3 * 53)
+    assert found["communication"] == 4 * (2 * (41 + 3 * 41) + 53 + 3 * 53)
     alone = find_schedule("interleaved").program(1, 4)
-    assert device_ledger(alone, 0, [chunk(0), chunk(1)], Training()).terms["communication"] == 0
+    assert device_ledger(alone, 0, [chunk(0), chunk(1)], Training())["communication"] == 0
 
 
 def test_copies_of_the_weights() -> None:
@@ -318,13 +304,13 @@ def test_copies_of_the_weights() -> None:
         schedule = find_schedule(name)
         program = schedule.program(2, 4)
         found = device_ledger(program, 0, [chunk(0), chunk(0)], Training(), copies=schedule.copies)
-        assert (found.terms["weights"], found.terms["weight_versions"]) == (2 * 1010, further)
+        assert (found["weights"], found["weight_versions"]) == (2 * 1010, further)
 
 
 def test_zero_gathers_the_largest_layers_of_any_chunk() -> None:
     program = find_schedule("interleaved").program(2, 2)
     chunks = [chunk(0), replace(chunk(1), received=0.0, sent=0.0)]
-    found = device_ledger(program, 0, chunks, Training("adam", replicas=4, zero=3)).terms
+    found = device_ledger(program, 0, chunks, Training("adam", replicas=4, zero=3))
     assert found["weights"] == 1000 + 40
     assert found["communication"] == 53 + 2 * 900
 
@@ -332,8 +318,6 @@ def test_zero_gathers_the_largest_layers_of_any_chunk() -> None:
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        ({"device": 2}, "device 2: the program has devices 0 to 1"),
-        ({"chunk_bytes": [chunk(0)]}, "1 for 2 chunks of device 0"),
         ({"recompute": "often"}, "'often': not known"),
         ({"weight_versions": (1, 1, 2)}, "3 values for 2 chunks"),
         ({"weight_versions": 0}, "weight versions 0"),
