@@ -469,9 +469,9 @@ def device_ledger(
     `ahead`: of all chunks, whose bytes are those of `receive_ahead`.
     Raises UsageError.
     """
-    held = bytes_by_action(program, device, chunk_bytes, recompute)
-    peak = int(np.argmax(held.bytes))
-    activations, stage_inputs, pending, workspace, in_flight = (float(own[peak]) for own in held)
+    usage = bytes_by_action(program, device, chunk_bytes, recompute)
+    peak = int(np.argmax(usage.bytes))
+    activations, stage_inputs, pending, workspace, in_flight = (float(own[peak]) for own in usage)
     waiting = activations if recompute == "never" else stage_inputs
     waits = waiting * (in_flight - 1) / in_flight if np.max(weight_versions) > 1 else 0.0
     terms = _sum_terms(

@@ -24,7 +24,7 @@ forwards before it, and returns when all backwards up to the next forward are la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -132,18 +132,6 @@ class Costs:
         """Candidates side by side; None where the costs are of one, without that axis."""
         return self.forward.shape[3] if self.forward.ndim == 4 else None
 
-    @staticmethod
-    def side_by_side(candidates: Sequence[Costs]) -> Costs:
-        """Many in one, of the same runtime and links; all have an array or none has it."""
-        stacked: dict[str, Any] = {}
-        for name in _ARRAYS:
-            arrays = [getattr(costs, name) for costs in candidates]
-            if any(values is None for values in arrays) and any(values is not None for values in arrays):
-                raise UsageError(f"{name} is None for some candidates", "Give it to all, or to none.")
-            if arrays[0] is not None:
-                stacked[name] = np.stack(np.broadcast_arrays(*arrays), axis=-1)
-        return replace(candidates[0], **stacked)
-
     def arrays(self) -> dict[str, Array]:
         """All seconds and shares that are given, by name."""
         arrays = ((name, getattr(self, name)) for name in _ARRAYS)
@@ -155,53 +143,17 @@ class Costs:
         return replace(self, **arrays)
 
     def check(self, program: Program) -> None:
-        """Raises UsageError, with the argument, where a shape or a value cannot be."""
-        devices, chunks = ("stages", program.devices), ("chunks", program.chunks)
-        by_action = (devices, chunks, ("micro-batches", program.micro_batches))
-        by_cut = (("pipes", len(program.pipes)), ("cuts", program.slots - 1))
-        shapes: dict[str, Any] = {
-            "all_reduce": (devices, chunks),
-            "overhead": (devices,),
-            "optimizer": (devices,),
-        }
-        shapes |= dict.fromkeys(_BY_ACTION, by_action) | dict.fromkeys(_BY_CUT, by_cut)
-        many = () if self.candidates is None else (("candidates", self.candidates),)
-        for name, shape in shapes.items():
-            values = getattr(self, name)
-            if values is not None:
-                check_shape(name, values, (*shape, *many))
-                (check_share if name == "recompute" else check_finite)(name, values)
-        if self.weight is None and program.splits_backward:
-            raise UsageError(
-                "weight is None, and the program has W's", "Give the seconds of the weight gradient."
-            )
-        self._check_runtime(program)
-
-    def _check_runtime(self, program: Program) -> None:
-        check_count("buckets", self.buckets)
+        """Raises UsageError for values that cannot be, and for transfers that are not known."""
+        for name, values in self.arrays().items():
+            check_finite(name, values)
         if self.tied and program.update_every is not None:
             raise UsageError(
                 f"{self.tied[0].name} is on several stages, and each updates its weights by itself",
                 "Keep the layers that use it on one stage.",
             )
-        for name, words in (("transfers", TRANSFERS), ("hosts", ("one", "each"))):
-            if getattr(self, name) not in words:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r}: not known", f"Use one of: {', '.join(words)}."
-                )
-        if (self.forward_launch is None) != (self.backward_launch is None):
-            raise UsageError("one of forward_launch and backward_launch is None", "Give both or neither.")
-        if self.recompute_launch is not None and (
-            self.backward_launch is None or (self.recompute_launch > self.backward_launch).any()
-        ):
+        if self.transfers not in TRANSFERS:
             raise UsageError(
-                "recompute_launch is a part of backward_launch, and longer",
-                "Give what backward_launch has of it.",
-            )
-        if self.links is not None and self.links.shape != (program.devices,) * 2:
-            raise UsageError(
-                f"links of shape {self.links.shape} for {program.devices} stages",
-                f"Give a link from each to each: ({program.devices}, {program.devices}).",
+                f"transfers {self.transfers!r}: not known", f"Use one of: {', '.join(TRANSFERS)}."
             )
 
 
@@ -214,16 +166,8 @@ def recompute_shares(mode: str | Sequence[str], program: Program) -> Array:
     `mode`, one word or one a device: "never"; "always"; "except_last", all micro-batches but the last
     (torchgpipe).
     """
-    modes = [mode] * program.devices if isinstance(mode, str) else list(mode)
-    if len(modes) != program.devices:
-        raise UsageError(
-            f"recompute: {len(modes)} words for {program.devices} stages",
-            "Give one word, or one for each stage.",
-        )
     shares = np.zeros((program.devices, 1, program.micro_batches))
-    for own, word in zip(shares, modes, strict=True):
-        if word not in ("never", "always", "except_last"):
-            raise UsageError(f"recompute {word!r}: not known", "Use one of: never, always, except_last.")
+    for own, word in zip(shares, [mode] * program.devices if isinstance(mode, str) else mode, strict=True):
         own[:] = 0.0 if word == "never" else 1.0
         if word == "except_last":
             own[:, -1] = 0.0
@@ -236,32 +180,6 @@ def check_finite(name: str, values: Any) -> None:
     if array.size and not (array.min() >= 0 and array.max() < np.inf):
         bad = array[~(np.isfinite(array) & (array >= 0))]
         raise UsageError(f"{name} holds {bad.flat[0]}", "Costs must be finite and not negative.")
-
-
-def check_share(name: str, values: Any) -> None:
-    """Raises UsageError unless all lie between 0 and 1."""
-    check_finite(name, values)
-    if np.max(values, initial=0.0) > 1:
-        raise UsageError(f"{name} holds {np.max(values)}", "A share lies between 0 and 1.")
-
-
-def check_count(name: str, value: int) -> None:
-    """Raises UsageError unless it is 1 or more."""
-    if value < 1:
-        raise UsageError(f"{name} {value}: must be at least 1", "Give a count of 1 or more.")
-
-
-def check_shape(name: str, values: Any, shape: tuple[tuple[str, int], ...]) -> None:
-    """Raises UsageError where an axis has neither the length it is to have nor 1."""
-    lengths = np.shape(values)
-    expected = tuple(length for _, length in shape)
-    fits = len(lengths) == len(expected) and all(n in (1, m) for n, m in zip(lengths, expected, strict=True))
-    if not fits:
-        words = ", ".join(f"{name} {length}" for name, length in shape)
-        raise UsageError(
-            f"{name} of shape {lengths}",
-            f"Give ({words}); an axis along which nothing changes may be 1 long.",
-        )
 
 
 def linear_costs(
@@ -318,22 +236,16 @@ def stage_costs(
     stages = len({place.device for place in program.pipes[0]})
     latency = np.full((1, program.slots - 1), float(transfer_latency))
     return Costs(
-        forward=_by_chunk(program, "forward", forward, stages),
-        backward=_by_chunk(program, "backward", backward, stages),
-        weight=None if weight is None else _by_chunk(program, "weight", weight, stages),
+        forward=_by_chunk(program, forward, stages),
+        backward=_by_chunk(program, backward, stages),
+        weight=None if weight is None else _by_chunk(program, weight, stages),
         forward_latency=latency,
         backward_latency=latency,
     )
 
 
-def _by_chunk(program: Program, name: str, seconds: float | Sequence[float], stages: int) -> Array:
-    array = np.atleast_1d(np.asarray(seconds, dtype=np.float64))
-    if array.shape not in ((1,), (stages,)):
-        raise UsageError(
-            f"{name}: {array.size} values for {stages} stages", "Give one value, or one for each stage."
-        )
-    check_finite(name, array)
-    values = np.broadcast_to(array, stages)
+def _by_chunk(program: Program, seconds: float | Sequence[float], stages: int) -> Array:
+    values = np.broadcast_to(np.asarray(seconds, dtype=np.float64), stages)
     table = np.zeros((program.devices, program.chunks, 1))
     for pipe in program.pipes:
         along = list(dict.fromkeys(place.device for place in pipe))
@@ -370,7 +282,9 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
     many = seconds.ndim > 1
     later: Any = np.maximum if many else max
     rows = list(seconds) if many else seconds.tolist()
-    repeats = _rows_repeated(repeat, many, len(order))
+    repeats: list[Any] = [None] * len(order)
+    if repeat is not None:
+        repeats = list(repeat) if many else [again or None for again in repeat.tolist()]
     called = done = python = 0 * rows[0]
     threads = [called] * order.program.devices
     starts, ends = [], list[Any]()
@@ -384,8 +298,8 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
             if source != NONE:
                 begins = later(begins, ends[source])
             if again is not None:
-                begins = _after_python(begins, python, again)
-                python = later(python, begins + again)
+                begins = later(begins, python * (again > 0))
+                python = later(python, (begins + again) * (again > 0))
             finishes = threads[device] = begins + own
             done = later(done, finishes)
         starts.append(begins)
@@ -393,53 +307,32 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
     return Launches(np.array(starts), np.array(ends), repeat)
 
 
-def _rows_repeated(repeat: Array | None, many: bool, count: int) -> list[Any]:
-    """By action what is launched again; None where nothing is."""
-    if repeat is None:
-        return [None] * count
-    if not many:
-        return [seconds or None for seconds in repeat.tolist()]
-    return [seconds if seconds.any() else None for seconds in repeat]
-
-
-def _after_python(begins: Any, python: Any, again: Any) -> Any:
-    """When a launch begins that takes Python first; of candidates, those that launch something again."""
-    if isinstance(begins, np.ndarray):
-        return np.where(again > 0, np.maximum(begins, python), begins)
-    return max(begins, python)
-
-
 def preceding_launches(order: Order, costs: Costs, launches: Launches) -> Indices:
     """By action, another one, when whose launch, or what that launches again, ends, its own launch starts;
     -1: at the beginning of the step."""
-    before = np.full(len(order), NONE)
-    for i, others in enumerate(_waits(order, costs, launches)):
-        for j, until in others:
-            if launches.start[i] > 0 and until == launches.start[i]:
-                before[i] = j
-                break
-    return before
+    start, end, none = launches.start, launches.end, np.full(len(order), NONE)
+    waits = [(order.previous, end)]
+    if costs.hosts == "one":
+        forward = order.kind == 0
+        repeat = np.zeros(len(order)) if launches.repeat is None else launches.repeat
+        python = np.where(forward, end, start + repeat)
+        called, done = _latest(end, forward), _latest(end, ~forward)
+        waits = [
+            (np.where(forward, called, order.previous), end),
+            (np.where(forward, done, order.source), end),
+            (np.where(forward, none, called), end),
+            (np.where(repeat > 0, _latest(python, forward | (repeat > 0)), none), python),
+        ]
+    begins = [(start > 0) & (np.append(until, -1.0)[before] == start) for before, until in waits]
+    return np.select(begins, [before for before, _ in waits], NONE)
 
 
-def _waits(order: Order, costs: Costs, launches: Launches) -> Iterator[list[tuple[int, float]]]:
-    """For each action in the order of the clock, the launches that its own waits for, and until when."""
-    last: dict[int, tuple[int, float]] = {}
-    called = python = done = (NONE, 0.0)
-    for i, device in enumerate(order.lists["device"]):
-        start, end = float(launches.start[i]), float(launches.end[i])
-        own, source = last.get(device, (NONE, 0.0)), order.lists["source"][i]
-        last[device] = (i, end)
-        if costs.hosts == "each":
-            yield [own]
-        elif order.kind[i] == 0:
-            yield [called, done]
-            called = python = (i, end)
-        else:
-            again = 0.0 if launches.repeat is None else float(launches.repeat[i])
-            sender = [] if source == NONE else [(source, float(launches.end[source]))]
-            yield [own, *sender, called, *([python] if again else [])]
-            python = max(python, (i, start + again), key=lambda one: one[1]) if again else python
-            done = max(done, (i, end), key=lambda one: one[1])
+def _latest(until: Array, counts: npt.NDArray[np.bool_]) -> Indices:
+    """By action, the one of those that count among the actions before it that lasts longest."""
+    values = np.where(counts, until, -1.0)
+    longest = np.append(-1.0, np.maximum.accumulate(values))[:-1]
+    records = np.where(values > longest, np.arange(len(values)), NONE)
+    return np.append(NONE, np.maximum.accumulate(records))[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -593,7 +486,7 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
 
 
 def _launches(order: Order, costs: Costs) -> Launches | None:
-    if costs.forward_launch is None or costs.backward_launch is None or _is_never_late(order, costs):
+    if costs.forward_launch is None or costs.backward_launch is None:
         return None
     seconds = _by_kind(order, costs, costs.forward_launch, costs.backward_launch, costs.weight_launch)
     repeat = None
@@ -602,23 +495,6 @@ def _launches(order: Order, costs: Costs) -> Launches | None:
         repeat = _empty(order, costs)
         repeat[backwards] = _at(order, costs.recompute_launch, backwards)
     return time_launches(order, costs, seconds, repeat)
-
-
-def _is_never_late(order: Order, costs: Costs) -> bool:
-    """Whether no device waits for its own host: no action takes longer to launch than to run. An action then
-    starts no earlier than its launch, which begins when all launches before it, as short, have ended."""
-    launches = [costs.forward_launch, costs.backward_launch, costs.weight_launch]
-    if not any(own is not None and own.any() for own in launches):
-        return True
-    if costs.hosts == "one" or order.program.splits_backward or order.program.shares is not None:
-        return False
-    assert costs.forward_launch is not None
-    assert costs.backward_launch is not None
-    backward = costs.backward if costs.accumulation is None else costs.backward - costs.accumulation
-    if costs.recompute is not None:
-        backward = backward + costs.recompute * costs.forward
-    is_short = (costs.forward_launch <= costs.forward).all() and (costs.backward_launch <= backward).all()
-    return bool(is_short) and costs.weight is None
 
 
 def has_static_link_order(values: ActionCosts) -> bool:

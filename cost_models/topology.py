@@ -309,8 +309,8 @@ class Topology:
         levels = []
         for index in range(len(self.levels)):
             groups, members = self.places_in(index, ranks)
-            first = np.unique(members, return_index=True)[1]
-            levels.append(frozenset(np.unique(groups[first], return_counts=True)[1].tolist()))
+            first = np.append(members[:1] >= 0, members[1:] != members[:-1])
+            levels.append(frozenset(np.bincount(groups[first]).tolist()) - {0})
         return levels
 
     def shared_levels(self, a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

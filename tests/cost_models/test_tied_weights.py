@@ -23,6 +23,7 @@ from pplan.cost_models.schedules import cached_program
 from pplan.cost_models.step_costs import Costs, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from tests.candidates import side_by_side
 from tests.stage_bytes import stage_bytes
 
 EMBEDDING = TiedWeight("embedding", 1000.0, 1000.0, (0, 5))
@@ -149,7 +150,7 @@ def test_many_candidates_side_by_side_are_as_one_by_one() -> None:
         )
         for _ in range(5)
     ]
-    together = step_seconds(program, Costs.side_by_side(each))
+    together = step_seconds(program, side_by_side(each))
     alone = [simulate(program, own).step_seconds for own in each]
     assert together == pytest.approx(alone, abs=1e-12)
 

@@ -11,8 +11,9 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.program import Action, linear_program
 from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.step_costs import Costs, recompute_shares, stage_costs
+from pplan.cost_models.step_costs import recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
+from tests.candidates import side_by_side
 
 PROGRAM = find_schedule("1f1b").program(3, 4)
 COSTS = stage_costs(PROGRAM, 1.0, 2.0)
@@ -32,38 +33,13 @@ def test_impossible_values_are_refused(name: str, shape: tuple[int, ...], bad: f
     assert caught.value.hint == "Costs must be finite and not negative."
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"forward": np.ones((2, 1, 4))},
-            r"forward of shape \(2, 1, 4\)\nGive \(stages 3, chunks 1, micro-batches 4\)",
-        ),
-        ({"backward": np.ones((3, 4))}, r"backward of shape \(3, 4\)"),
-        (
-            {"forward_occupancy": np.ones((1, 3))},
-            r"forward_occupancy of shape \(1, 3\)\nGive \(pipes 1, cuts 2\)",
-        ),
-        ({"all_reduce": np.ones((3, 2))}, r"all_reduce of shape \(3, 2\)\nGive \(stages 3, chunks 1\)"),
-        ({"overhead": np.ones((2,))}, r"overhead of shape \(2,\)\nGive \(stages 3\)"),
-        ({"recompute": np.full((1, 1, 1), 1.5)}, "recompute holds 1.5\nA share lies between 0 and 1"),
-        ({"transfers": "magic"}, "transfers 'magic': not known\nUse one of: overlapped, blocking"),
-        ({"hosts": "two"}, "hosts 'two': not known"),
-        ({"buckets": 0}, "buckets 0: must be at least 1"),
-        ({"links": np.zeros((2, 2), dtype=np.int64)}, r"links of shape \(2, 2\) for 3 stages"),
-        ({"forward_launch": np.ones((3, 1, 4))}, "one of forward_launch and backward_launch is None"),
-        ({"recompute_launch": np.ones((3, 1, 4))}, "recompute_launch is a part of backward_launch"),
-    ],
-)
-def test_wrong_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        simulate(PROGRAM, replace(COSTS, **changed))
+def test_unknown_transfers_are_refused() -> None:
+    with pytest.raises(UsageError, match="transfers 'magic': not known\nUse one of: overlapped, blocking"):
+        simulate(PROGRAM, replace(COSTS, transfers="magic"))
 
 
-def test_weight_gradients_need_their_seconds() -> None:
+def test_a_weight_gradient_of_its_own_takes_its_seconds() -> None:
     program = linear_program([[Action("F", 0), Action("B", 0), Action("W", 0)]])
-    with pytest.raises(UsageError, match="weight is None, and the program has W's"):
-        simulate(program, stage_costs(program, 1.0, 1.0))
     assert simulate(program, stage_costs(program, 1.0, 1.0, 4.0)).step_seconds == 6
 
 
@@ -74,10 +50,6 @@ def test_a_backward_that_is_not_split_takes_the_weights_too() -> None:
 def test_costs_of_one_value_or_one_a_stage() -> None:
     assert COSTS.forward[:, 0, 0].tolist() == [1, 1, 1]
     assert stage_costs(PROGRAM, [1, 2, 3], 1).forward[:, 0, 0].tolist() == [1, 2, 3]
-    with pytest.raises(UsageError, match="forward: 2 values for 3 stages"):
-        stage_costs(PROGRAM, [1, 2], 1)
-    with pytest.raises(UsageError, match="backward holds -1"):
-        stage_costs(PROGRAM, 1, -1)
 
 
 def test_chunks_take_an_equal_part_of_their_stage() -> None:
@@ -133,19 +105,8 @@ def test_recomputation_is_a_forward_more_in_the_backward() -> None:
     assert taken == {(0, 3.0), (1, 3.0), (2, 3.0), (3, 2.0)}
 
 
-def test_impossible_recomputation_is_refused() -> None:
-    with pytest.raises(UsageError, match="recompute 'often': not known"):
-        recompute_shares("often", PROGRAM)
-    with pytest.raises(UsageError, match="recompute: 2 words for 3 stages"):
-        recompute_shares(["never", "always"], PROGRAM)
-    with pytest.raises(UsageError, match="recompute 'selective': not known"):
-        recompute_shares("selective", PROGRAM)
-
-
-def test_candidates_need_the_same_arrays() -> None:
-    with pytest.raises(UsageError, match="weight is None for some candidates"):
-        Costs.side_by_side([COSTS, stage_costs(PROGRAM, 1, 1, 1)])
-    together = Costs.side_by_side([COSTS, stage_costs(PROGRAM, [1, 1, 4], 1)])
+def test_the_costs_of_one_of_many_candidates() -> None:
+    together = side_by_side([COSTS, stage_costs(PROGRAM, [1, 1, 4], 1)])
     assert together.candidate(1).forward[:, 0, 0].tolist() == [1, 1, 4]
     assert step_seconds(PROGRAM, together.candidate(0)).shape == (1,)
 
@@ -155,7 +116,7 @@ def test_updates_of_asynchronous_programs_take_their_time_at_once() -> None:
     program = replace(find_schedule("pipedream").program(1, 4), update_every=2)
     costs = replace(stage_costs(program, 1.0, 1.0), optimizer=np.array([0.5]))
     assert [s.end for s in simulate(program, costs).spans if s.action.kind == "B"] == [2, 4.5, 6.5, 9]
-    many = Costs.side_by_side([costs, replace(costs, optimizer=np.array([1.0]))])
+    many = side_by_side([costs, replace(costs, optimizer=np.array([1.0]))])
     assert step_seconds(program, many).tolist() == [9, 10]
     looped = replace(find_schedule("interleaved").program(2, 4, 2), update_every=4)
     costs = replace(stage_costs(looped, 2.0, 2.0), optimizer=np.array([0.5, 0.0]))

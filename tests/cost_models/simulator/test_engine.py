@@ -20,6 +20,7 @@ from pplan.cost_models.program_order import resolve_order
 from pplan.cost_models.simulator import run, run_by_events
 from pplan.cost_models.step_costs import TRANSFERS, Costs, has_static_link_order, lower_costs
 from pplan.cost_models.timeline import Timeline, simulate, step_seconds
+from tests.candidates import side_by_side
 
 Node = tuple[str, int, int]
 """Kind, micro-batch, position in the pipe."""
@@ -459,7 +460,7 @@ def test_candidates_side_by_side_are_the_single_ones(
         if "recompute_launch" in arrays:
             arrays["backward_launch"] = arrays["backward_launch"] + arrays["recompute_launch"]
         singles.append(replace(first, **arrays))
-    together = Costs.side_by_side(singles)
+    together = side_by_side(singles)
     expected = [simulate(program, costs).step_seconds for costs in singles]
     assert step_seconds(program, together).tolist() == expected
     assert [float(step_seconds(program, together.candidate(i))[0]) for i in range(4)] == expected

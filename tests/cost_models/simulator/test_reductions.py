@@ -11,6 +11,7 @@ from pplan.cost_models.program import Action, Program, StageSlot, linear_program
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.step_costs import Costs, recompute_shares, stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
+from tests.candidates import side_by_side
 
 TWO = find_schedule("gpipe").program(2, 1)
 """F0 on stage 0 to 1 and on stage 1 to 2, B0 on stage 1 to 3 and on stage 0 to 4."""
@@ -35,7 +36,7 @@ def test_what_fits_beside_the_drain_is_free() -> None:
 def test_the_optimizer_follows() -> None:
     costs = replace(two(0.5, 3.0), optimizer=np.array([0.25, 0.5]))
     assert simulate(TWO, costs).stage_end == (4.75, 6.5)
-    assert step_seconds(TWO, Costs.side_by_side([costs, costs])).tolist() == [6.5, 6.5]
+    assert step_seconds(TWO, side_by_side([costs, costs])).tolist() == [6.5, 6.5]
 
 
 def test_a_device_reduces_while_it_sends_its_last_gradient() -> None:
@@ -44,7 +45,7 @@ def test_a_device_reduces_while_it_sends_its_last_gradient() -> None:
     costs = replace(sent, all_reduce=np.array([[0.0], [3.0]]), transfers="blocking")
     assert spans(TWO, costs) == [((1,), 4.0, 7.0)]
     assert simulate(TWO, costs).step_seconds == 7
-    assert step_seconds(TWO, Costs.side_by_side([costs, costs])).tolist() == [7.0, 7.0]
+    assert step_seconds(TWO, side_by_side([costs, costs])).tolist() == [7.0, 7.0]
 
 
 def test_buckets_begin_while_the_last_backward_runs() -> None:
@@ -52,7 +53,7 @@ def test_buckets_begin_while_the_last_backward_runs() -> None:
     costs = replace(two(1.0, 0.0), buckets=2)
     assert spans(TWO, costs) == [((0,), 3.5, 4.0), ((0,), 4.0, 4.5)]
     assert spans(TWO, replace(costs, buckets=4))[0] == ((0,), 3.25, 3.5)
-    assert step_seconds(TWO, Costs.side_by_side([costs, two(1.0, 0.0)])).tolist() == [4.5, 4.5]
+    assert step_seconds(TWO, side_by_side([costs, two(1.0, 0.0)])).tolist() == [4.5, 4.5]
 
 
 def test_gradients_appear_after_the_forward_that_is_run_again() -> None:
