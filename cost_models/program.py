@@ -131,8 +131,9 @@ _ONE_VERSION, _NONE_STALE = same_on_every_stage(1), same_on_every_stage(0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. `build(stages, micro_batches, virtual_stages)` makes its program; it checks what is special
-    to it, `program` what all have in common.
+    """A schedule. `build(stages, micro_batches)` makes its program, or `build(stages, micro_batches,
+    virtual_stages)` with `any_virtual_stages`; it checks what is special to it, `program` what all have in
+    common.
 
     `source`: the paper. `needs`: what a runtime must be able to do, in words. `copies`: weights that a device
     holds. `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
@@ -146,7 +147,7 @@ class Schedule:
     """
 
     name: str
-    build: Callable[[int, int, int], Program]
+    build: Callable[..., Program]
     source: str
     needs: str
     bubble: str
@@ -156,6 +157,7 @@ class Schedule:
     splits_backward: bool = False
     copies: int = 1
     default_virtual_stages: int = 1
+    any_virtual_stages: bool = False
     weight_versions: Callable[[int, int, int], float] = _ONE_VERSION
     chunk_versions: tuple[float, ...] = ()
     staleness: Callable[[int, int, int], int] = _NONE_STALE
@@ -168,7 +170,15 @@ class Schedule:
         for argument, value in counts:
             if value < 1:
                 raise UsageError(f"{argument} {value}: must be at least 1", "Give a count of 1 or more.")
-        return self.build(stages, micro_batches, chunks)
+        if self.any_virtual_stages:
+            return self.build(stages, micro_batches, chunks)
+        if chunks != self.default_virtual_stages:
+            raise UsageError(
+                f"virtual stages {chunks}: {self.name} runs {self.default_virtual_stages} on a device",
+                f"Leave virtual stages at {self.default_virtual_stages}, or take a schedule of several: "
+                "interleaved, looped-bfs.",
+            )
+        return self.build(stages, micro_batches)
 
     def actions(self, stages: int, micro_batches: int) -> list[list[Action]]:
         """Each stage's actions in order."""
@@ -179,15 +189,6 @@ class Schedule:
         if self.closed_in_flight is not None:
             return self.closed_in_flight(stage, stages, micro_batches)
         return max(self.program(stages, micro_batches).in_flight(stage))
-
-
-def check_virtual_stages(name: str, virtual_stages: int, allowed: int) -> None:
-    """Raises UsageError unless a device of schedule `name` holds `allowed` virtual stages."""
-    if virtual_stages != allowed:
-        raise UsageError(
-            f"virtual stages {virtual_stages}: {name} runs {allowed} on a device",
-            f"Leave virtual stages at {allowed}, or take a schedule of several: interleaved, looped-bfs.",
-        )
 
 
 def check_multiple(name: str, micro_batches: int, unit: int, of: str) -> None:

@@ -464,13 +464,14 @@ class ScheduleText:
         """The schedule, to be registered by its name."""
         return Schedule(
             self.name,
-            lambda stages, micro_batches, chunks: self.program(stages, micro_batches, chunks),
+            self.program,
             source=self.source or "the user's own",
             needs="any list of actions"
             + (", several chunks of layers on a device" if self.chunks > 1 else ""),
             bubble="see pplan simulate",
             in_flight_formula="see pplan simulate",
             default_virtual_stages=self.chunks,
+            any_virtual_stages=True,
             splits_backward=self.splits_backward,
         )
 

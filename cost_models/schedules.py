@@ -18,13 +18,12 @@ from .program import (
     StageSlot,
     check_at_least,
     check_multiple,
-    check_virtual_stages,
     linear_program,
     same_on_every_stage,
 )
 
 
-def naive(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def naive(stages: int, micro_batches: int) -> Program:
     """Naive model parallelism: one micro-batch at a time, through all stages and back.
 
         stage 0  F0 .  .  .  .  B0 F1 .  .  .  .  B1
@@ -36,22 +35,14 @@ def naive(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
 
     Every stage runs F and B of a micro-batch before the F of the next.
     """
-    check_virtual_stages("naive", virtual_stages, 1)
     order = [Action(kind, m) for m in range(micro_batches) for kind in ("F", "B")]
     return linear_program([order] * stages)
-
-
-def naive_in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - one, anywhere
-    """Micro-batches held at a time: one."""
-    return 1
 
 
 Backwards = Literal["last_to_first", "first_to_last"]
 
 
-def gpipe(
-    stages: int, micro_batches: int, virtual_stages: int = 1, backwards: Backwards = "last_to_first"
-) -> Program:
+def gpipe(stages: int, micro_batches: int, backwards: Backwards = "last_to_first") -> Program:
     """GPipe: all forwards, then all backwards, the last micro-batch first.
 
         stage 0  F0 F1 F2 .  .  .  .  B2 B1 B0
@@ -64,19 +55,13 @@ def gpipe(
 
     All forwards, then the backwards in the order that `backwards` says.
     """
-    check_virtual_stages("gpipe", virtual_stages, 1)
     forward = range(micro_batches)
     backward = reversed(forward) if backwards == "last_to_first" else forward
     order = [Action("F", m) for m in forward] + [Action("B", m) for m in backward]
     return linear_program([order] * stages)
 
 
-def all_in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
-    """Micro-batches held at a time: all."""
-    return micro_batches
-
-
-def one_f_one_b(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def one_f_one_b(stages: int, micro_batches: int) -> Program:
     """1F1B (PipeDream-flush): a stage runs ahead by as many forwards as stages follow, then alternates.
 
         stage 0  F0 F1 F2 .  .  B0 F3 .  B1 .  .  B2 .  .  B3
@@ -90,7 +75,6 @@ def one_f_one_b(stages: int, micro_batches: int, virtual_stages: int = 1) -> Pro
 
     Each stage's warm-up of forwards, then a backward before every forward.
     """
-    check_virtual_stages("1f1b", virtual_stages, 1)
     return linear_program(stage_lists(stages, micro_batches))
 
 
@@ -118,7 +102,7 @@ def one_f_one_b_in_flight(stage: int, stages: int, micro_batches: int) -> int:
 Policy = Literal["PA", "PB"]
 
 
-def dapple(stages: int, micro_batches: int, virtual_stages: int = 1, policy: Policy = "PA") -> Program:
+def dapple(stages: int, micro_batches: int, policy: Policy = "PA") -> Program:
     """DAPPLE's early backward scheduling: 1F1B, with as many forwards ahead as the transfers ask for.
 
         PA         stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -135,7 +119,6 @@ def dapple(stages: int, micro_batches: int, virtual_stages: int = 1, policy: Pol
 
     1F1B with the warm-up of the policy: PA where transfers are short, PB where they are long.
     """
-    check_virtual_stages("dapple", virtual_stages, 1)
     return linear_program(
         [
             alternate_passes(dapple_in_flight(stage, stages, micro_batches, policy), micro_batches)
@@ -237,12 +220,7 @@ def looped_bfs(stages: int, micro_batches: int, virtual_stages: int = 2) -> Prog
     )
 
 
-def looped_bfs_in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
-    """Micro-batches held at a time: all."""
-    return micro_batches
-
-
-def chimera(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def chimera(stages: int, micro_batches: int) -> Program:
     """Chimera: two pipelines in opposite directions over the same devices, each with half the micro-batches.
 
     Four devices, four micro-batches; 2 and 3 go from the last device to the first (lower case: the other
@@ -263,7 +241,6 @@ def chimera(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program
 
     Of each unit of p micro-batches the first half goes down (chunk 0), the second up (chunk 1).
     """
-    check_virtual_stages("chimera", virtual_stages, 1)
     if stages % 2:
         raise UsageError(
             f"stages {stages}: chimera needs an even number",
@@ -286,7 +263,7 @@ def _chimera_device(device: int, stages: int, pipe_of: tuple[int, ...]) -> tuple
     return tuple(action for _, action in sorted(ticks))
 
 
-def zb_h1(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def zb_h1(stages: int, micro_batches: int) -> Program:
     """ZB-H1: 1F1B whose backward is split; the weight gradients fill what would be idle, in 1F1B's memory.
 
         stage 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -300,7 +277,6 @@ def zb_h1(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
 
     Each stage's warm-up of forwards, then B, the W that is due, and F in turn.
     """
-    check_virtual_stages("zb-h1", virtual_stages, 1)
     return linear_program([split_backwards(stages - stage, stage, micro_batches) for stage in range(stages)])
 
 
@@ -316,12 +292,7 @@ def split_backwards(ahead: int, behind: int, micro_batches: int) -> list[Action]
     return order + [Action("W", m) for m in range(max(micro_batches - behind, 0), micro_batches)]
 
 
-def zb_h1_in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
-    """Micro-batches held at a time, to the end of their W."""
-    return min(micro_batches, stages)
-
-
-def zb_h2(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def zb_h2(stages: int, micro_batches: int) -> Program:
     """ZB-H2: the weight gradients fill the drain, and twice the forwards ahead fill the start.
 
         stage 0  F0 F1 F2 F3 F4 B0 W0 F5 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5
@@ -337,15 +308,9 @@ def zb_h2(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
 
     ZB-H1's order with warm-ups of 2(p - i) - 1.
     """
-    check_virtual_stages("zb-h2", virtual_stages, 1)
     return linear_program(
         [split_backwards(2 * (stages - stage) - 1, 2 * stage, micro_batches) for stage in range(stages)]
     )
-
-
-def zb_h2_in_flight(stage: int, stages: int, micro_batches: int) -> int:  # noqa: ARG001 - the same on every stage
-    """Micro-batches held at a time, to the end of their W."""
-    return min(micro_batches, 2 * stages - 1)
 
 
 ChunkTurn = tuple[Kind, int]
@@ -375,7 +340,7 @@ def number_actions(turns: Iterable[ChunkTurn]) -> Iterator[Action]:
         done[turn] += 1
 
 
-def zb_v(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
+def zb_v(stages: int, micro_batches: int) -> Program:
     """ZB-V: two chunks a device, laid out as a V, with weight gradients apart: no bubble, in 1F1B's memory.
 
     Two devices, three micro-batches (lower case: the second chunk, which goes from the last device to the
@@ -393,7 +358,6 @@ def zb_v(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
 
     Fewer micro-batches than 2p - 1 run in the order of 2p - 1, from which the others are left out.
     """
-    check_virtual_stages("zb-v", virtual_stages, 2)
     turns = (_zb_v_turns(device, stages, max(micro_batches, 2 * stages - 1)) for device in range(stages))
     actions = tuple(
         tuple(action for action in number_actions(own) if action.micro_batch < micro_batches) for own in turns
@@ -409,7 +373,7 @@ def _zb_v_turns(device: int, stages: int, micro_batches: int) -> list[ChunkTurn]
     return fill + steady + [B0, B1] * device + [B0, W0] * from_end + [W1] * device + [W0] * device
 
 
-def dualpipe_v(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
+def dualpipe_v(stages: int, micro_batches: int) -> Program:
     """DualPipeV: two chunks a device, laid out as a V; a forward goes with a backward of the other chunk.
 
     Two devices, four micro-batches (lower case: the second chunk, which goes from the last device to the
@@ -430,7 +394,6 @@ def dualpipe_v(stages: int, micro_batches: int, virtual_stages: int = 2) -> Prog
 
     The list of every device, fill to drain.
     """
-    check_virtual_stages("dualpipe-v", virtual_stages, 2)
     check_at_least("dualpipe-v", "micro-batches", micro_batches, 2 * stages, "two a stage")
     actions = tuple(tuple(_dualpipe_v_device(device, stages, micro_batches)) for device in range(stages))
     return Program(actions, v_pipe(stages), (0,) * micro_batches)
@@ -453,7 +416,7 @@ def _with_weights(drain: list[Action], own: int) -> list[Action]:
     return order + late[len(drain) - 2 * own :]
 
 
-def pipedream(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+def pipedream(stages: int, micro_batches: int) -> Program:
     """PipeDream: 1F1B without a flush; every micro-batch is a global batch and updates the weights.
 
         stage 0  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5
@@ -468,23 +431,10 @@ def pipedream(stages: int, micro_batches: int, virtual_stages: int = 1) -> Progr
 
     1F1B's lists, `micro_batches` global batches in a row, with an update after each.
     """
-    check_virtual_stages("pipedream", virtual_stages, 1)
     return linear_program(stage_lists(stages, micro_batches), update_every=1)
 
 
-def pipedream_weight_versions(stage: int, stages: int, micro_batches: int) -> int:
-    """Versions that `stage` (0-based) keeps: one for each micro-batch in flight."""
-    return one_f_one_b_in_flight(stage, stages, micro_batches)
-
-
-def pipedream_staleness(stage: int, stages: int, micro_batches: int) -> int:
-    """Updates between the weights that a gradient is of and those that it changes."""
-    return one_f_one_b_in_flight(stage, stages, micro_batches) - 1
-
-
-def pipedream_2bw(
-    stages: int, micro_batches: int, virtual_stages: int = 1, update_every: int | None = None
-) -> Program:
+def pipedream_2bw(stages: int, micro_batches: int, update_every: int | None = None) -> Program:
     """PipeDream-2BW: 1F1B without a flush, gradients added up, two versions of the weights.
 
     Updates every three micro-batches (| marks where a stage's weights change):
@@ -502,15 +452,12 @@ def pipedream_2bw(
 
     1F1B's lists, `micro_batches` in a row, with an update after each `update_every` (None: the stages).
     """
-    check_virtual_stages("pipedream-2bw", virtual_stages, 1)
     every = stages if update_every is None else update_every
     check_at_least("pipedream-2bw", "micro-batches an update", every, stages, "the stages")
     return linear_program(stage_lists(stages, micro_batches), update_every=every)
 
 
-def wpipe(
-    stages: int, micro_batches: int, virtual_stages: int = 2, update_every: int | None = None
-) -> Program:
+def wpipe(stages: int, micro_batches: int, update_every: int | None = None) -> Program:
     """WPipe: interleaved 1F1B of two groups of layers without a flush; only the first group is updated late.
 
     Two devices, two micro-batches to an update; lower case: the chunk of the second group; | where a
@@ -531,7 +478,6 @@ def wpipe(
 
     `micro_batches` in a row, in rounds of `update_every` (None: the stages), which must divide them.
     """
-    check_virtual_stages("wpipe", virtual_stages, 2)
     every = stages if update_every is None else update_every
     check_at_least("wpipe", "micro-batches an update", every, stages, "the stages")
     check_multiple("wpipe", micro_batches, every, "the stages" if update_every is None else "an update")
@@ -543,9 +489,7 @@ def wpipe(
     return Program(actions, looped_pipe(stages, 2), (0,) * micro_batches, update_every=every)
 
 
-def xpipe(
-    stages: int, micro_batches: int, virtual_stages: int = 1, update_every: int | None = None
-) -> Program:
+def xpipe(stages: int, micro_batches: int, update_every: int | None = None) -> Program:
     """XPipe: 1F1B without a flush, on weights predicted for the time of the update instead of stashed ones.
 
     Global batches of T micro-batches, here two; the first of each (F0, F2, F4) predicts for the others:
@@ -566,7 +510,6 @@ def xpipe(
     1F1B's lists, `micro_batches` in a row; `update_every`: T, those of a global batch (None: the
     stages).
     """
-    check_virtual_stages("xpipe", virtual_stages, 1)
     every = stages if update_every is None else update_every
     check_at_least("xpipe", "micro-batches an update", every, 1, "one global batch")
     return linear_program(stage_lists(stages, micro_batches), update_every=every)
@@ -585,9 +528,7 @@ def xpipe_staleness(stage: int, stages: int, micro_batches: int, update_every: i
 PIPELINES = 2
 
 
-def avgpipe(
-    stages: int, micro_batches: int, virtual_stages: int = 1, pipelines: int = PIPELINES, advance: int = 0
-) -> Program:
+def avgpipe(stages: int, micro_batches: int, pipelines: int = PIPELINES, advance: int = 0) -> Program:
     """AvgPipe: several pipelines on the same devices, each training its own model; an average ties them.
 
     Two pipelines (lower case: the second), two stages, two micro-batches each:
@@ -606,7 +547,6 @@ def avgpipe(
 
     `micro_batches` of all pipelines together, dealt out in turn: a multiple of `pipelines`.
     """
-    check_virtual_stages("avgpipe", virtual_stages, 1)
     check_at_least("avgpipe", "pipelines", pipelines, 1, "one to train")
     check_at_least("avgpipe", "advance", advance, 0, "1F1B's own order")
     check_multiple("avgpipe", micro_batches, pipelines, "the pipelines")
@@ -623,7 +563,7 @@ def avgpipe(
     return Program(actions, pipes, tuple(m % pipelines for m in range(micro_batches)))
 
 
-def autopipe(stages: int, micro_batches: int, virtual_stages: int = 1, sliced: int = 1) -> Program:
+def autopipe(stages: int, micro_batches: int, sliced: int = 1) -> Program:
     """AutoPipe: 1F1B whose first micro-batch is sliced into halves, so that the fill takes half as long.
 
     Micro-batch 0 in halves, here 0 and 1 (half a forward and half a backward each); a tick is half a
@@ -643,7 +583,6 @@ def autopipe(stages: int, micro_batches: int, virtual_stages: int = 1, sliced: i
 
     Raises UsageError where `sliced` is negative or more than there are.
     """
-    check_virtual_stages("autopipe", virtual_stages, 1)
     check_at_least("autopipe", "sliced micro-batches", sliced, 0, "none")
     check_at_least("autopipe", "micro-batches", micro_batches, sliced, "those that are sliced")
     halves = [(2 * m, 2 * m + 1) for m in range(sliced)]
@@ -666,7 +605,7 @@ _ALL = (
         needs="layers on several devices",
         bubble="(p-1)/p",
         in_flight_formula="1",
-        closed_in_flight=naive_in_flight,
+        closed_in_flight=same_on_every_stage(1),
     ),
     Schedule(
         "gpipe",
@@ -675,7 +614,7 @@ _ALL = (
         needs="memory for all micro-batches of a step, or recomputation",
         bubble="(p-1)/(m+p-1)",
         in_flight_formula="m",
-        closed_in_flight=all_in_flight,
+        closed_in_flight=lambda _stage, _stages, micro_batches: micro_batches,
     ),
     Schedule(
         "1f1b",
@@ -703,6 +642,7 @@ _ALL = (
         bubble="(p-1)/(vm+p-1)",
         in_flight_formula="min(vm, 2(p-i-1)+(v-1)p+1)/v",
         default_virtual_stages=2,
+        any_virtual_stages=True,
     ),
     Schedule(
         "looped-bfs",
@@ -713,7 +653,8 @@ _ALL = (
         bubble="(p-1)/(vm+p-1)",
         in_flight_formula="m",
         default_virtual_stages=2,
-        closed_in_flight=looped_bfs_in_flight,
+        any_virtual_stages=True,
+        closed_in_flight=lambda _stage, _stages, micro_batches: micro_batches,
     ),
     Schedule(
         "chimera",
@@ -732,7 +673,7 @@ _ALL = (
         needs="input and weight gradients computed apart",
         bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-W), where W <= F and W <= B",
         in_flight_formula="min(m, p)",
-        closed_in_flight=zb_h1_in_flight,
+        closed_in_flight=lambda _stage, stages, micro_batches: min(micro_batches, stages),
         splits_backward=True,
     ),
     Schedule(
@@ -742,7 +683,7 @@ _ALL = (
         needs="input and weight gradients computed apart; an optimizer step without a barrier between stages",
         bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-2W), where W <= F and 2W <= F+B",
         in_flight_formula="min(m, 2p-1)",
-        closed_in_flight=zb_h2_in_flight,
+        closed_in_flight=lambda _stage, stages, micro_batches: min(micro_batches, 2 * stages - 1),
         splits_backward=True,
     ),
     Schedule(
@@ -774,8 +715,8 @@ _ALL = (
         bubble="none in steady state",
         in_flight_formula="min(m, p-i)",
         synchronous=False,
-        weight_versions=pipedream_weight_versions,
-        staleness=pipedream_staleness,
+        weight_versions=one_f_one_b_in_flight,
+        staleness=lambda *numbers: one_f_one_b_in_flight(*numbers) - 1,
         closed_in_flight=one_f_one_b_in_flight,
     ),
     Schedule(

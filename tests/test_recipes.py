@@ -16,7 +16,7 @@ ROOMS = {
     "pplan": "pplan",
     **{name: f"pplan/{name}" for name in ("cost_models", "planner", "profiler", "runtimes", "cli")},
 }
-SCHEDULE = '''def toy_order(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
+SCHEDULE = '''def toy_order(stages: int, micro_batches: int) -> Program:
     """All forwards, then all backwards from the first micro-batch to the last."""
     order = [Action(kind, number) for kind in ("F", "B") for number in range(micro_batches)]
     return linear_program([order] * stages)
@@ -55,7 +55,7 @@ EXPORT = """class ToyExport(PipeExport):
 """
 ADDITIONS = {
     "cost_models/schedules.py": [
-        ("def gpipe(\n", SCHEDULE + "def gpipe(\n"),
+        ("def gpipe(", SCHEDULE + "def gpipe("),
         ("_ALL = (\n", "_ALL = (\n" + ENTRY),
     ],
     "planner/planners/__init__.py": [

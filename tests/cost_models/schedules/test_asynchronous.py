@@ -162,6 +162,6 @@ def test_updates_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="micro-batches 10: wpipe needs a multiple of the stages, 4"):
         wpipe(4, 10)
     with pytest.raises(UsageError, match="virtual stages 3: wpipe runs 2 on a device"):
-        wpipe(4, 8, 3)
+        find_schedule("wpipe").program(4, 8, 3)
     with pytest.raises(UsageError, match="micro-batches an update 0"):
         xpipe(4, 8, update_every=0)
