@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.optimizers import dtype_precision
+from ..cost_models.precision import training_precision
 from ..cost_models.quantities import (
     format_amount,
     format_bytes,
@@ -70,7 +70,7 @@ def _headline(profile: Profile) -> str:
     shape = f", input {'x'.join(map(str, profile.input_shape))}" if profile.input_shape else ""
     on = f"{profile.device} ({profile.device_name})" if profile.device_name else profile.device
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
-    count = parameters / dtype_precision(profile.dtype).weight
+    count = parameters / training_precision(profile.dtype).bytes.weight
     estimated = ", estimated and not measured" if profile.estimated else ""
     return (
         f"{profile.model} on {on}, {', '.join([profile.dtype, *_modes(profile)])}{shape}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
@@ -29,10 +29,6 @@ class TiedWeight:
         """Whether a layer from `first` to before `end` uses it."""
         return any(first <= layer < end for layer in self.layers)
 
-    def is_copied(self, first: int, end: int) -> bool:
-        """Whether one does, and an earlier layer as well."""
-        return self.layers[0] < first and self.is_used(first, end)
-
 
 @dataclass(frozen=True)
 class SharedBuffer:
@@ -42,10 +38,6 @@ class SharedBuffer:
     name: str
     bytes: float
     layers: tuple[int, ...]
-
-    def is_copied(self, first: int, end: int) -> bool:
-        """Whether a layer from `first` to before `end` uses it, and an earlier one as well."""
-        return self.layers[0] < first and any(first <= layer < end for layer in self.layers)
 
 
 MEASURED = (
@@ -370,23 +362,13 @@ def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Cha
     return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
 
 
-def copy_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False) -> Floats:
-    """(n, n): bytes of the copies in the layers from cut point i to before cut point j; those of `trainable`
-    weights alone."""
+def copy_bytes(shared: Iterable[tuple[float, Sequence[int]]], cut_points: Sequence[int]) -> Floats:
+    """(n, n): bytes of the copies in the layers from cut point i to before cut point j, of tensors with these
+    bytes and users."""
     points = np.array(cut_points)
     copies = np.zeros((len(points),) * 2)
-    for weight in tied:
-        bytes = weight.trainable_bytes if trainable else weight.bytes
-        copies += bytes * (has_user(weight.layers, points) & (points > weight.layers[0])[:, None])
-    return copies
-
-
-def buffer_copy_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
-    """(n, n): as `copy_bytes`, of buffers."""
-    points = np.array(cut_points)
-    copies = np.zeros((len(points),) * 2)
-    for buffer in buffers:
-        copies += buffer.bytes * (has_user(buffer.layers, points) & (points > buffer.layers[0])[:, None])
+    for bytes, layers in shared:
+        copies += bytes * (has_user(layers, points) & (points > layers[0])[:, None])
     return copies
 
 

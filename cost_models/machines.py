@@ -43,7 +43,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -125,12 +125,10 @@ def find_preset(name: str, called: str = "") -> Preset:
     preset = _PRESETS_BY_KEY.get(name_key(name))
     if preset is not None:
         return preset
-    begun = [key for key in _PRESETS_BY_KEY if name_key(name) and key.startswith(name_key(name))]
-    near = begun or difflib.get_close_matches(name_key(name), _PRESETS_BY_KEY, n=1, cutoff=0.5)
-    guess = f"Did you mean {' or '.join(_PRESETS_BY_KEY[key].name for key in near)}? " if near else ""
     raise UsageError(
         f"{called} {name}: no preset of that name" if called else f"gpu={name!r}: no preset of that name",
-        f"{guess}Presets: {', '.join(PRESETS)}. For another GPU give `memory`, `bandwidth` and `latency`.",
+        f"{_guess(name, _PRESETS_BY_KEY)}Presets: {', '.join(PRESETS)}. "
+        "For another GPU give `memory`, `bandwidth` and `latency`.",
     )
 
 
@@ -175,6 +173,15 @@ def name_key(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name.lower())
 
 
+def _guess(name: str, named: Mapping[str, Preset | Machine]) -> str:
+    """Ask for the names that begin so, or for the nearest one."""
+    key = name_key(name)
+    begun = [other for other in named if key and other.startswith(key)]
+    near = begun or difflib.get_close_matches(key, named, n=1, cutoff=0.5)
+    names = dict.fromkeys(named[other].name for other in near)
+    return f"Did you mean {' or '.join(names)}? " if names else ""
+
+
 _PRESETS_BY_KEY = {name_key(name): preset for name, preset in PRESETS.items()}
 
 
@@ -204,20 +211,15 @@ def unknown_machine(name: str, called: str = "") -> UsageError:
     """The refusal of a name that is none, with the nearest that are. It is `called` as a file or an argument
     does; else by the field `topology`."""
     what = f"{called} {name}" if called else f"topology={name!r}"
-    gpu = next((preset for preset in PRESETS.values() if name_key(preset.name) == name_key(name)), None)
+    gpu = _PRESETS_BY_KEY.get(name_key(name))
     if gpu is not None:
         return UsageError(
             f"{what}: is a GPU, not a machine",
             f"Give gpu={gpu.name!r}, or a machine: {', '.join(MACHINES)}.",
         )
-    key = name_key(name)
-    begun = [other for other in _BY_KEY if key and other.startswith(key)]
-    near = begun or difflib.get_close_matches(key, _BY_KEY, n=1, cutoff=0.5)
-    names = dict.fromkeys(_BY_KEY[other].name for other in near)
-    guess = f"Did you mean {' or '.join(names)}? " if names else ""
     return UsageError(
         f"{what}: no such file, and no machine of that name",
-        f"{guess}Machines: {', '.join(MACHINES)}; or name a TOML file.",
+        f"{_guess(name, _BY_KEY)}Machines: {', '.join(MACHINES)}; or name a TOML file.",
     )
 
 
@@ -366,7 +368,8 @@ def load_roofline(path: Path) -> Roofline:
 
     Raises FileError: missing, not TOML, a key that is missing or not known, a value that is not allowed.
     """
-    keys, source = _read_keys(path), str(path)
+    content = read_toml(read_text(path, "roofline"), path, _EXAMPLE)
+    keys, source = read_keys(content, path, _RooflineKeys, _EXAMPLE), str(path)
     peaks = {dtype: Figure(peak, source) for dtype in _DTYPES if (peak := getattr(keys, dtype)) is not None}
     if not peaks:
         raise FileError(f"{path}: no FLOP/s are given", f"Give at least one of {', '.join(_DTYPES)}.")
@@ -394,28 +397,47 @@ def _finite(rate: float, text: str, source: str) -> Figure:
     return Figure(rate, source)
 
 
-def _read_keys(path: Path) -> _RooflineKeys:
+Keys = TypeVar("Keys", bound=BaseModel)
+
+
+def read_keys(
+    content: dict[str, Any],
+    path: Path,
+    model: type[Keys],
+    example: str,
+    tables: Mapping[str, tuple[type[BaseModel], str]] | None = None,
+) -> Keys:
+    """The keys of a TOML file. `tables`: the keys of each kind of table in it, with an example.
+
+    Raises FileError: a key that is missing or not known (with the nearest that is), a value that is not
+    allowed.
+    """
     try:
-        content = parse_toml(read_text(path, "roofline"))
-    except ValueError as error:
-        raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
-    try:
-        return _RooflineKeys.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
-        raise _refusal(path, content, error) from error
-
-
-def _refusal(path: Path, content: dict[str, Any], error: ValidationError) -> FileError:
-    first = error.errors()[0]
-    key = str(first["loc"][0])
-    if first["type"] == "missing":
-        return FileError(f"{path}: the key {key!r} is missing", _EXAMPLE)
+        first = error.errors()[0]
+    loc, where, keys = first["loc"], "", model.model_fields
+    if len(loc) > 2:  # the key of a table: ("level", 0, "size")
+        where, keys = f"{loc[0]} {int(loc[1]) + 1}: ", (tables or {})[str(loc[0])][0].model_fields
+    if str(loc[0]) in (tables or {}):
+        example = (tables or {})[str(loc[0])][1]
+    key = str(loc[2] if where else loc[0])
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _RooflineKeys.model_fields, n=1)
+        near = difflib.get_close_matches(key, keys, n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
-        keys = ", ".join(_RooflineKeys.model_fields)
-        return FileError(f"{path}: unknown key {key!r}", f"{guess}Keys: {keys}.")
-    return FileError(f"{path}: {key}: {first['msg']}, the value is {content[key]!r}", _EXAMPLE)
+        raise FileError(f"{path}: {where}unknown key {key!r}", f"{guess}Keys: {', '.join(keys)}.")
+    if first["type"] == "missing":
+        raise FileError(f"{path}: {where}has no {key}", example)
+    value = first["input"] if where else content[key]
+    raise FileError(f"{path}: {where}{key}: {first['msg']}, the value is {value!r}", example)
+
+
+def read_toml(text: str, path: Path, example: str) -> dict[str, Any]:
+    """The content of a TOML file. Raises FileError."""
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise FileError(f"{path}: not a TOML file: {error}", example) from error
 
 
 class MachineKeywords(TypedDict, total=False):

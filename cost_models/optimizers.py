@@ -39,21 +39,12 @@ class Precision:
 
 
 FLOAT32 = Precision(weight=4, gradient=4)
-SIXTEEN_BITS = Precision(weight=2, gradient=2)
-"""Weights, gradients and the optimizer's states in float16 or bfloat16, without master weights."""
 MIXED = Precision(weight=2, gradient=2, master=4)
 """16-bit weights and gradients, float32 master weights and states: with Adam 2 + 2 + 12 bytes a parameter.
 Micikevicius et al., "Mixed Precision Training", ICLR 2018; Rajbhandari et al., "ZeRO", SC 2020, section 3.1.
 Of float16 and of bfloat16 alike, where the model was profiled in them. Autocast keeps FLOAT32's weights."""
 MIXED_FLOAT32_GRADIENTS = Precision(weight=2, gradient=4, master=4)
 """The same with gradients added up in float32, as Megatron-LM does for bfloat16."""
-
-_BY_DTYPE = {
-    "float64": Precision(weight=8, gradient=8),
-    "float32": FLOAT32,
-    "float16": SIXTEEN_BITS,
-    "bfloat16": SIXTEEN_BITS,
-}
 
 
 @dataclass(frozen=True)
@@ -106,11 +97,3 @@ def find_optimizer(name: str) -> Optimizer:
         return OPTIMIZERS[name]
     except KeyError:
         raise UsageError(f"optimizer {name!r} is unknown", f"Use one of: {', '.join(OPTIMIZERS)}.") from None
-
-
-def dtype_precision(dtype: str) -> Precision:
-    """The precision of a model profiled in `dtype`, without master weights. Raises UsageError."""
-    try:
-        return _BY_DTYPE[dtype]
-    except KeyError:
-        raise UsageError(f"dtype {dtype!r} is unknown", f"Use one of: {', '.join(_BY_DTYPE)}.") from None

@@ -121,7 +121,6 @@ class _ActionLists:
     """The actions of a program in the order of its lists, device after device."""
 
     def __init__(self, program: Program) -> None:
-        _check_pipes(program)
         self.program = program
         actions = [action for own in program.actions for action in own]
         lengths = [len(own) for own in program.actions]
@@ -288,42 +287,10 @@ def _inverse(wait: Indices) -> list[int]:
     return inverse
 
 
-def _check_pipes(program: Program) -> None:
-    if not program.actions:
-        raise UsageError("no stages: there are no lists of actions", "Give each stage its list.")
-    if not program.micro_batches:
-        raise UsageError("0 micro-batches: there are no actions", "Give at least one micro-batch.")
-    if not program.pipes or len({len(pipe) for pipe in program.pipes}) > 1 or not program.slots:
-        raise UsageError(
-            f"pipes of {[len(pipe) for pipe in program.pipes]} places", "Give them the same number."
-        )
-    if not all(0 <= pipe < len(program.pipes) for pipe in program.pipe_of):
-        raise UsageError(
-            f"micro-batches of pipe {max(program.pipe_of)} (least: {min(program.pipe_of)})",
-            f"There are the pipes 0 to {len(program.pipes) - 1}.",
-        )
-    if program.shares is not None and len(program.shares) != program.micro_batches:
-        raise UsageError(
-            f"{len(program.shares)} shares for {program.micro_batches} micro-batches", "Give one for each."
-        )
-
-
 def _positions(program: Program) -> Indices:
     """The position of each place in each pipe, shape (pipes, devices, chunks); -1: not in it."""
     positions = np.full((len(program.pipes), program.devices, program.chunks), NONE)
-    part_of: dict[tuple[int, int], int] = {}
     for pipe, places in enumerate(program.pipes):
         for position, place in enumerate(places):
-            if not 0 <= place.device < program.devices or place.chunk < 0:
-                raise UsageError(
-                    f"pipe {pipe} goes through stage {place.device} chunk {place.chunk}",
-                    f"There are the stages 0 to {program.devices - 1}, and chunks from 0.",
-                )
-            if part_of.setdefault(place, position) != position or positions[pipe, *place] != NONE:
-                raise UsageError(
-                    f"pipe {pipe}: stage {place.device} chunk {place.chunk} is part {part_of[place]} and "
-                    f"part {position} of the layers",
-                    "Give each part a chunk of its own.",
-                )
             positions[pipe, *place] = position
     return positions

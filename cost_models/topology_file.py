@@ -36,7 +36,6 @@ topology with the source of each figure.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -44,9 +43,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from .errors import FileError, UsageError
 from .machines import (
@@ -59,10 +58,12 @@ from .machines import (
     find_preset,
     is_gpu,
     match_device,
+    read_keys,
+    read_toml,
     unknown_machine,
 )
 from .quantities import parse_bytes, parse_rate, parse_seconds
-from .text_files import parse_toml, read_text
+from .text_files import read_text
 from .topology import NODE, UNKNOWN_DEVICE, Device, Group, Level, Link, Topology, check_devices
 
 Count = Annotated[int, Field(ge=1)]
@@ -265,16 +266,10 @@ def _devices_per_port(keys: _LevelKeys, inner: int | None, where: str) -> int:
 
 
 def _read_keys(text: str, path: Path) -> _FileKeys:
-    try:
-        content = parse_toml(text)
-    except ValueError as error:
-        raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
+    content = read_toml(text, path, _EXAMPLE)
     # One level may be given without the brackets.
     levels = {key: [content[key]] for key in ("bandwidth", "latency") if isinstance(content.get(key), str)}
-    try:
-        return _FileKeys.model_validate(content | levels)
-    except ValidationError as error:
-        raise _refusal(path, content, error) from error
+    return read_keys(content | levels, path, _FileKeys, _EXAMPLE, _TABLES)
 
 
 _EXAMPLE = 'Write lines such as: gpu = "a100-40gb", or bandwidth = ["300GB/s", "25GB/s"].'
@@ -282,26 +277,6 @@ _TABLES: dict[str, tuple[type[_StrictKeys], str]] = {
     "device": (_DeviceKeys, 'Write lines such as: [[device]], gpu = "a100-40gb", count = 8, speed = 1.0.'),
     "level": (_LevelKeys, 'Write lines such as: [[level]], name = "node", size = 8, bandwidth = "300GB/s".'),
 }
-
-
-def _refusal(path: Path, content: dict[str, Any], error: ValidationError) -> FileError:
-    first = error.errors()[0]
-    loc = first["loc"]
-    keys, example = _TABLES.get(str(loc[0]), (_FileKeys, _EXAMPLE))
-    if len(loc) > 2:  # the key of a table: ("level", 0, "size")
-        where, key, value = f"{loc[0]} {int(loc[1]) + 1}: ", str(loc[2]), first["input"]
-    else:
-        where, key, keys = "", str(loc[0]), _FileKeys
-        value = content.get(key)
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, keys.model_fields, n=1)
-        guess = f"Did you mean {near[0]}? " if near else ""
-        return FileError(
-            f"{path}: {where}unknown key {key!r}", f"{guess}Keys: {', '.join(keys.model_fields)}."
-        )
-    if first["type"] == "missing":
-        return FileError(f"{path}: {where}has no {key}", example)
-    return FileError(f"{path}: {where}{key}: {first['msg']}, the value is {value!r}", example)
 
 
 UNNAMED = "device"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain, LayerCosts, buffer_copy_bytes, copy_bytes, list_cut_points
+from ..cost_models.layer import Chain, LayerCosts, copy_bytes, list_cut_points
 from ..cost_models.machines import device_context
 from ..cost_models.memory import (
     LedgerOptions,
@@ -204,19 +204,19 @@ class StageTable:
         """Of each stage, copies of tied weights included."""
         largest = self._largest(self.costs.largest_bytes)
         for weight in self.costs.tied:
-            alone = copy_bytes((weight,), self.cut_points, trainable=True)
+            alone = copy_bytes([(weight.trainable_bytes, weight.layers)], self.cut_points)
             largest = np.maximum(largest, alone)
         return largest
 
     def _copied_bytes(self, *, trainable: bool) -> Floats | float:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
-        tied = self.costs.tied
-        return copy_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
+        tied = [(own.trainable_bytes if trainable else own.bytes, own.layers) for own in self.costs.tied]
+        return copy_bytes(tied, self.cut_points) if tied else 0.0
 
     @property
     def _copied_buffers(self) -> Floats | float:
-        shared = self.costs.shared_buffers
-        return buffer_copy_bytes(shared, self.cut_points) if shared else 0.0
+        shared = [(own.bytes, own.layers) for own in self.costs.shared_buffers]
+        return copy_bytes(shared, self.cut_points) if shared else 0.0
 
     def reduced_bytes(self, zero: int) -> Floats:
         """Trainable bytes whose gradients the replicas of each stage add up among themselves."""

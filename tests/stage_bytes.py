@@ -12,6 +12,12 @@ from pplan.cost_models.layer import LayerCosts
 from pplan.cost_models.memory import StageBytes
 
 
+def is_copied(layers: Sequence[int], first: int, end: int) -> bool:
+    """Return whether a layer from `first` to before `end` uses a tensor of these layers, and an earlier one
+    as well."""
+    return layers[0] < first and any(first <= layer < end for layer in layers)
+
+
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
     """The bytes of the layers `first` to `last` (0-based, inclusive), or of a chunk of a device. Raises
     UsageError where the layers cannot be."""
@@ -22,9 +28,9 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         )
     own = slice(first, last + 1)
     received = float(costs.output_bytes[first - 1]) if first else 0.0
-    copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
+    copied = [weight for weight in costs.tied if is_copied(weight.layers, first, last + 1)]
     copies = sum(weight.trainable_bytes for weight in copied)
-    buffers = sum(shared.bytes for shared in costs.shared_buffers if shared.is_copied(first, last + 1))
+    buffers = sum(own.bytes for own in costs.shared_buffers if is_copied(own.layers, first, last + 1))
     output, is_last = float(costs.output_bytes[last]), last == layers - 1
     working = costs.offloaded_bytes[own] + np.append(0.0, costs.output_bytes[first:last])
     return StageBytes(

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from ...cost_models import arguments
 from ...cost_models.arguments import Options, option
 from ...cost_models.errors import UsageError
-from ...cost_models.optimizers import dtype_precision
+from ...cost_models.precision import training_precision
 
 FORMATS = ("pipedream", "csv", "json")
 GRANULARITIES = ("block", "fine")
@@ -77,4 +77,4 @@ class ProfileImportOptions(Options):
         ):
             if word is not None and word not in allowed:
                 raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(allowed)}.")
-        dtype_precision(self.dtype)
+        training_precision(self.dtype)

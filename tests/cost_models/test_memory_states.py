@@ -10,11 +10,10 @@ from pplan.cost_models.optimizers import (
     FLOAT32,
     MIXED,
     MIXED_FLOAT32_GRADIENTS,
-    SIXTEEN_BITS,
     Precision,
-    dtype_precision,
     find_optimizer,
 )
+from pplan.cost_models.precision import training_precision
 
 GB = 1e9
 BILLION = 1e9
@@ -65,14 +64,14 @@ def test_gpt2_with_adam_in_mixed_precision_needs_24_gb() -> None:
         ("momentum", FLOAT32, 4 + 4 + 4),
         ("adam", FLOAT32, 4 + 4 + 8),
         ("adamw", FLOAT32, 4 + 4 + 8),
-        ("adam", SIXTEEN_BITS, 2 + 2 + 4),
+        ("adam", Precision(2, 2), 2 + 2 + 4),
         ("adam", MIXED, 2 + 2 + 4 + 8),
         ("momentum", MIXED, 2 + 2 + 4 + 4),
         ("sgd", MIXED, 2 + 2 + 4),
         ("adamw", MIXED_FLOAT32_GRADIENTS, 2 + 4 + 4 + 8),
         ("adamw-8bit", FLOAT32, 4 + 4 + 2 + 2 * 4 / 256),
-        ("adamw-8bit", SIXTEEN_BITS, 2 + 2 + 2 + 2 * 4 / 256),
-        ("adam", dtype_precision("float64"), 8 + 8 + 16),
+        ("adamw-8bit", Precision(2, 2), 2 + 2 + 2 + 2 * 4 / 256),
+        ("adam", Precision(8, 8), 8 + 8 + 16),
     ],
 )
 def test_bytes_of_a_parameter(optimizer: str, precision: Precision, bytes_a_parameter: float) -> None:
@@ -144,7 +143,7 @@ def test_precisions_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="master of nan bytes"):
         Precision(weight=2, gradient=2, master=float("nan"))
     with pytest.raises(UsageError, match="'int8' is unknown"):
-        dtype_precision("int8")
+        training_precision("int8")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_precisions_that_cannot_be() -> None:
         ("sgd", FLOAT32, 4 + 2 * 4),
         ("momentum", FLOAT32, 4 + 2 * 4 + 2 * 4),
         ("adamw", FLOAT32, 4 + 2 * 4 + 2 * 8),
-        ("adamw", SIXTEEN_BITS, 2 + 2 * 2 + 2 * 4),
+        ("adamw", Precision(2, 2), 2 + 2 * 2 + 2 * 4),
         ("adam", MIXED, 2 + 2 * 4 + 2 * 8 + 2),
         ("adam", MIXED_FLOAT32_GRADIENTS, 4 + 2 * 4 + 2 * 8 + 2),
         ("adamw-8bit", FLOAT32, 4 + 2 * 4 + 2 * (2 + 8 / 256)),

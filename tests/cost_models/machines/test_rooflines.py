@@ -66,7 +66,7 @@ def test_a_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (GOOD + "bflot16 = 1e12", "unknown key 'bflot16'"),
-        (GOOD.replace('name = "NVIDIA L4"', ""), "'name' is missing"),
+        (GOOD.replace('name = "NVIDIA L4"', ""), "has no name"),
         (GOOD.replace("30e12", '"30 TFLOPS"'), "float32"),
         (GOOD.replace("30e12", "30"), "float32"),
         (GOOD.replace("300GB/s", "inf"), "bandwidth inf"),
