@@ -52,7 +52,7 @@ def all_reduce_seconds(topology: Topology, devices: Iterable[int], bytes: Amount
 
     0 for one device or no bytes.
     """
-    return reduce(_smaller, all_reduce_seconds_by_algorithm(topology, devices, bytes).values())
+    return reduce(np.minimum, all_reduce_seconds_by_algorithm(topology, devices, bytes).values())
 
 
 def all_reduce_seconds_by_algorithm(
@@ -76,7 +76,7 @@ def reduce_scatter_seconds(topology: Topology, devices: Iterable[int], bytes: Am
 
     Half of an all-reduce by the faster of ring and hierarchy.
     """
-    return reduce(_smaller, _half_seconds(topology, sorted(set(devices)), bytes).values())
+    return reduce(np.minimum, _half_seconds(topology, sorted(set(devices)), bytes).values())
 
 
 def all_gather_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
@@ -99,7 +99,7 @@ def all_to_all_seconds(topology: Topology, devices: Iterable[int], bytes: Amount
         _pass(level.link, load / len(ranks), bytes, steps)
         for level, (load, steps) in zip(topology.levels, _peers(topology, ranks), strict=True)
     ]
-    return reduce(_larger, levels)
+    return reduce(np.maximum, levels)
 
 
 def ring_step_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
@@ -107,9 +107,7 @@ def ring_step_seconds(topology: Topology, devices: Iterable[int], bytes: Amount)
 
     One step of a ring: the slowest link sets the pace. 0 for one device or no bytes.
     """
-    ranks = sorted(set(devices))
-    links = _ring_links(topology, ranks)
-    return reduce(_larger, [_pass(link, 1.0, bytes, 1) for link in links], bytes * 0.0)
+    return _over_links(topology, sorted(set(devices)), 1.0, bytes, 1)
 
 
 def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[int, int], float]:
@@ -191,16 +189,6 @@ def _peers(topology: Topology, ranks: npt.NDArray[np.int64]) -> list[tuple[int, 
     return counts
 
 
-def _smaller(one: Amount, other: Amount) -> Amount:
-    minimum: Amount = np.minimum(one, other)
-    return minimum
-
-
-def _larger(one: Amount, other: Amount) -> Amount:
-    maximum: Amount = np.maximum(one, other)
-    return maximum
-
-
 def _pass(link: Link, share: float, bytes: Amount, steps: int) -> Amount:
     """`steps` latencies and a `share` of the bytes; nothing to send takes no time, latencies neither."""
     return share * bytes / link.bandwidth_bytes_per_second + steps * link.latency_seconds * (bytes > 0)
@@ -212,10 +200,16 @@ def _ring_links(topology: Topology, ranks: list[int]) -> list[Link]:
     return [level.link for level, members in joined if max(members) > 1]
 
 
+def _over_links(topology: Topology, ranks: list[int], share: float, bytes: Amount, steps: int) -> Amount:
+    """So many steps over all links of a ring at once; the slowest link sets the pace."""
+    seconds = [_pass(link, share, bytes, steps) for link in _ring_links(topology, ranks)]
+    slowest: Amount = reduce(np.maximum, seconds, bytes * 0.0)
+    return slowest
+
+
 def _ring(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
-    """n - 1 steps, in each of which all send bytes / n to the next; the slowest link sets the pace."""
-    n = len(ranks)
-    return reduce(_larger, [_pass(link, (n - 1) / n, bytes, n - 1) for link in _ring_links(topology, ranks)])
+    """n - 1 steps, in each of which all send bytes / n to the next."""
+    return _over_links(topology, ranks, (len(ranks) - 1) / len(ranks), bytes, len(ranks) - 1)
 
 
 def _tree(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
@@ -224,8 +218,7 @@ def _tree(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
     Pipelined, a device receives 2 x bytes / 2 from its children and sends as much; then down again. A group
     behind a shared port has one place in each tree.
     """
-    depth = math.ceil(math.log2(len(ranks)))
-    return reduce(_larger, [_pass(link, 2.0, bytes, 2 * depth) for link in _ring_links(topology, ranks)])
+    return _over_links(topology, ranks, 2.0, bytes, 2 * math.ceil(math.log2(len(ranks))))
 
 
 def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:

@@ -263,7 +263,8 @@ def _requests(values: ActionCosts, run: Run) -> list[_Request]:
     table = values.costs.all_reduce
     seconds = np.broadcast_to(0.0 if table is None else table, (program.devices, program.chunks))
     last = _last_actions(values)
-    lead = _lead(values)
+    # Gradients begin to appear after the forward that is run again.
+    lead = recompute_seconds(values.order, values.costs).tolist()
     requests = []
     for part in range(program.slots):
         members = sorted({pipe[part] for pipe in program.pipes})
@@ -297,17 +298,6 @@ def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
         else:
             by_chunk.setdefault(key, []).append(i)
     return by_chunk
-
-
-def _lead(values: ActionCosts) -> list[float]:
-    """Seconds of each action before its gradients begin to appear: the forward that is run again."""
-    order, costs = values.order, values.costs
-    lead = np.zeros(len(order))
-    _, backwards, _ = order.of_kind
-    if costs.recompute is not None:
-        lead[backwards] = recompute_seconds(order, costs, backwards)
-    seconds: list[float] = lead.tolist()
-    return seconds
 
 
 @dataclass(frozen=True, eq=False)

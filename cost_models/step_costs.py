@@ -386,11 +386,9 @@ def _at(order: Order, table: Array, actions: Indices) -> Array:
     return values
 
 
-def _shares(order: Order, actions: Indices, like: Array) -> Array | float:
+def _shares(order: Order, like: Array) -> Array:
     """The part of a micro-batch that each action works on."""
-    if order.program.shares is None:
-        return 1.0
-    shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch[actions]]
+    shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch]
     return shares.reshape(-1, *(1,) * (like.ndim - 1))
 
 
@@ -408,15 +406,12 @@ def _by_kind(order: Order, costs: Costs, forward: Array, backward: Array, weight
 
 
 def _durations(order: Order, costs: Costs) -> Array:
-    _, backwards, _ = order.of_kind
     durations = _by_kind(order, costs, costs.forward, costs.backward, costs.weight)
     if costs.accumulation is not None:
         durations[order.first_backwards] -= _at(order, costs.accumulation, order.first_backwards)
-    if costs.recompute is not None:
-        durations[backwards] += recompute_seconds(order, costs, backwards)
+    durations += recompute_seconds(order, costs)
     if order.program.shares is not None:
-        everything = np.arange(len(order))
-        durations *= _shares(order, everything, durations)
+        durations *= _shares(order, durations)
     if costs.overhead is not None:
         durations += costs.overhead[order.device if len(costs.overhead) > 1 else 0]
     updates = update_actions(order)
@@ -426,10 +421,12 @@ def _durations(order: Order, costs: Costs) -> Array:
     return durations
 
 
-def recompute_seconds(order: Order, costs: Costs, backwards: Indices) -> Array:
-    """Seconds of the forward that these backwards run again (of a whole micro-batch)."""
-    assert costs.recompute is not None
-    return _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
+def recompute_seconds(order: Order, costs: Costs) -> Array:
+    """Seconds of each action for the forward that it runs again (of a whole micro-batch)."""
+    seconds, (_, backwards, _) = _empty(order, costs), order.of_kind
+    if costs.recompute is not None:
+        seconds[backwards] = _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
+    return seconds
 
 
 def update_actions(order: Order) -> Indices:
@@ -452,9 +449,8 @@ def _transfers(order: Order, costs: Costs) -> tuple[Indices, Array, Array]:
     latency = _by_cut(order, costs, costs.forward_latency, costs.backward_latency)
     if order.program.shares is None:
         return order.cut, occupancy, latency
-    everything = np.arange(len(order))
     occupancy = occupancy[order.cut]
-    return everything, occupancy * _shares(order, everything, occupancy), latency[order.cut]
+    return np.arange(len(order)), occupancy * _shares(order, occupancy), latency[order.cut]
 
 
 def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array | None) -> Array:

@@ -90,11 +90,16 @@ def matches_fields(text: str, about: Mapping[str, str]) -> bool:
     return True
 
 
-def _content(text: str) -> dict[str, Any] | None:
+def _parse(text: str) -> Any:
+    """The content of a JSON text; None where it is none."""
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _content(text: str) -> dict[str, Any] | None:
+    content = _parse(text)
     return content if isinstance(content, dict) else None
 
 
@@ -145,11 +150,7 @@ def list_kinds(content: dict[str, Any]) -> list[str]:
 def detect_kind(text: str) -> str | None:
     """Which of pplan's files this is, by the keys that only one kind of file has; None where no key is one of
     these."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return next(iter(list_kinds(content)), None) if isinstance(content, dict) else None
+    return next(iter(list_kinds(_content(text) or {})), None)
 
 
 def file_kind(text: str) -> str:
@@ -185,12 +186,9 @@ def check_same_kind(path: Path, kind: str) -> None:
 
 
 def _other_json(text: str) -> str:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return TEXT
+    content = _parse(text)
     names = (name for name, key in _OTHER_KINDS.items() if isinstance(content, dict) and key in content)
-    return next(names, "JSON file")
+    return TEXT if content is None else next(names, "JSON file")
 
 
 def read_bytes(path: Path, kind: str) -> bytes:

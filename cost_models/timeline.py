@@ -21,7 +21,7 @@ from .collectives import ends_after_sums
 from .errors import UsageError
 from .program import Action, Program, linear_program
 from .program_order import NONE, Indices, Order, resolve_order
-from .quantities import format_count, format_seconds, percent
+from .quantities import SAME, format_count, format_seconds, percent
 from .simulator import Reduction, Run, reductions, run, run_many
 from .step_costs import (
     ActionCosts,
@@ -361,8 +361,6 @@ def _ends_alone(values: ActionCosts) -> bool:
     return costs.all_reduce is None or (alone and costs.transfers == "overlapped")
 
 
-SAME = 1e-9
-"""Times count as equal within this share of the last one: sums of many floats differ by more than one bit."""
 PERIODS = 3
 """Periods that must repeat before one is believed."""
 

@@ -136,14 +136,9 @@ class _Walk:
     @cached_property
     def _again(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Seconds of each action in which it runs its forward again."""
-        seconds = np.zeros(len(self.order))
-        _, backwards, _ = self.order.of_kind
-        if self.timeline.costs.recompute is not None:
-            seconds[backwards] = recompute_seconds(self.order, self.timeline.costs, backwards)
-            shares = self.order.program.shares
-            if shares is not None:
-                seconds *= np.asarray(shares)[self.order.micro_batch]
-        return seconds
+        shares = self.order.program.shares
+        parts = 1.0 if shares is None else np.asarray(shares)[self.order.micro_batch]
+        return recompute_seconds(self.order, self.timeline.costs) * parts
 
     def _transfer(self, i: int, until: float | None = None) -> _Cause:
         """What action i sent, up to its arrival or to when it left its link."""

@@ -91,7 +91,7 @@ def test_what_is_not_pplans_own_is_finite_at_any_depth() -> None:
     own = TypeAdapter[dict[str, Any]](JsonObject)
     assert own.validate_json('{"a": [{"b": [1e300, null, true, "inf"]}], "c": 10}')["c"] == 10
     for text in ('{"a": 1e400}', '{"a": [{"b": [0, -1e400]}]}'):
-        with pytest.raises(ValidationError, match="finite numbers alone"):
+        with pytest.raises(ValidationError, match="Out of range float values"):
             own.validate_json(text)
 
 
