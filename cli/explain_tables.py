@@ -99,7 +99,7 @@ def describe_plan(plan: PlanSummary) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     layers = "layer" if balance == "1" else "layers"
-    parts = [f"{format_count(plan.stages, 'stage')} of {balance} {layers}"]
+    parts = [f"{format_count(plan.pipeline_stages, 'stage')} of {balance} {layers}"]
     if plan.virtual_stages > 1:
         parts.append(f"{plan.virtual_stages} virtual stages each")
     if max(plan.replicas) > 1:

@@ -15,7 +15,7 @@ from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ANY_SCHEDULE, INTERLEAVED, SEARCHED, ScoredPlan, watching_best
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
-from .plan_document import plan_recompute, plan_stages, run_in_words, shared_weights
+from .plan_document import plan_shape, plan_stages, run_in_words, shared_weights
 from .plan_file import Alternative, Baseline
 from .planners import BASELINES, find_planner
 from .problem import Problem
@@ -207,20 +207,14 @@ def _kinds(problem: Problem) -> list[list[str]]:
 def _alternative(
     problem: Problem, plan: ScoredPlan, runtimes: list[str], *, exact: bool, reason: str = ""
 ) -> Alternative:
-    config, step = plan.config, plan.step_seconds
-    stages = plan_stages(problem.space, plan)
+    stages, shape = plan_stages(problem.space, plan), plan_shape(plan)
     return Alternative(
+        **dict(shape),
         runtimes=runtimes,
-        balance=[stage.layers for stage in stages],
         replicas=plan.proposal.replicas[0],
-        schedule=config.schedule,
-        virtual_stages=config.virtual_stages,
-        micro_batches=config.micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        recompute=plan_recompute(plan),
-        stage_recompute=list(plan.recompute) if plan_recompute(plan) == "selective" else [],
-        step_seconds=step,
-        samples_per_second=problem.mini_batch / step,
+        stage_recompute=list(plan.recompute) if shape.recompute == "selective" else [],
+        step_seconds=plan.step_seconds,
+        samples_per_second=problem.mini_batch / plan.step_seconds,
         memory_bytes=[stage.memory_bytes for stage in stages],
         exact=exact,
         reason=reason,

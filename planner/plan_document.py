@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Literal
 
-from ..cost_models.document import Record
 from ..cost_models.errors import DefectError
 from ..cost_models.machines import is_gpu
 from ..cost_models.memory import repeat_word, round_ledger
@@ -26,6 +25,7 @@ from .plan_file import (
     DefaultMiniBatch,
     Plan,
     PlannedStage,
+    PlanShape,
     Prediction,
     ProfileReference,
     Recompute,
@@ -43,21 +43,16 @@ def plan_without_comparison(
     problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
-    topology, config = problem.topology, best.config
+    topology = problem.topology
     return Plan(
+        **dict(plan_shape(best)),
         model=model,
-        balance=[end - first for first, end in best.proposal.bounds],
         mini_batch=problem.mini_batch,
-        micro_batches=config.micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        schedule=config.schedule,
         order=write_order(best.proposal),
-        virtual_stages=config.virtual_stages,
         optimizer=problem.options.optimizer,
         precision=problem.precision.name,
         gradient_dtype=problem.precision.gradient_dtype,
         zero=problem.options.zero,
-        recompute=plan_recompute(best),
         runtime=problem.options.runtime,
         gpus=topology.gpus,
         gpus_per_node=topology.gpus_per_node,
@@ -288,46 +283,37 @@ def bubble(space: Space, plan: ScoredPlan) -> float:
     return simulate(assembly.program, assembly.costs()).bubble
 
 
-class PlanSummary(Record):
-    """Where the layers are, how they run, and the predicted step. By part of the layers, in order:
-    `balance`, `devices` and `stage_recompute`."""
+class PlanSummary(PlanShape):
+    """A plan and its predicted step in a row. By part of the layers, in order: `balance`, `devices` and
+    `stage_recompute`."""
 
     step_seconds: float
     samples_per_second: float
-    balance: list[int]
     replicas: list[int]
     devices: list[list[int]]
-    schedule: str
-    virtual_stages: int
-    micro_batches: int
-    micro_batch_size: int
-    recompute: str
     stage_recompute: list[str]
 
-    @property
-    def stages(self) -> int:
-        """Of the pipeline: devices, or groups of replicas."""
-        return len(self.balance) // self.virtual_stages
 
-    @property
-    def device_count(self) -> int:
-        """How many devices it uses."""
-        return len({device for own in self.devices for device in own})
+def plan_shape(plan: ScoredPlan) -> PlanShape:
+    """The layers of each part of a scored plan, and how they run."""
+    config = plan.config
+    return PlanShape(
+        balance=[end - first for first, end in plan.proposal.bounds],
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        recompute=plan_recompute(plan),
+    )
 
 
 def summarize(plan: ScoredPlan) -> PlanSummary:
     """The summary of a scored plan."""
-    proposal, config = plan.proposal, plan.config
     return PlanSummary(
+        **dict(plan_shape(plan)),
         step_seconds=plan.step_seconds,
-        samples_per_second=config.mini_batch / plan.step_seconds,
-        balance=[end - first for first, end in proposal.bounds],
-        replicas=list(proposal.replicas),
-        devices=[list(own) for own in proposal.devices],
-        schedule=config.schedule,
-        virtual_stages=config.virtual_stages,
-        micro_batches=config.micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        recompute=plan_recompute(plan),
+        samples_per_second=plan.config.mini_batch / plan.step_seconds,
+        replicas=list(plan.proposal.replicas),
+        devices=[list(ranks) for ranks in plan.proposal.devices],
         stage_recompute=list(plan.recompute),
     )

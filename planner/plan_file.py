@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from warnings import warn
 
@@ -56,15 +59,9 @@ MOST_DRAWN_LAYERS = 2_000
 """Of a plan's page: time and memory grow with their square."""
 
 
-def _known_schedule(name: str) -> str:
-    if name not in SCHEDULES:
-        raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
-    return name
-
-
-def _known_runtime(name: str) -> str:
-    if name not in RUNTIMES:
-        raise ValueError(f"must be one of {', '.join(RUNTIMES)}")
+def _one_of(name: str, names: Mapping[str, object]) -> str:
+    if name not in names:
+        raise ValueError(f"must be one of {', '.join(names)}")
     return name
 
 
@@ -77,8 +74,42 @@ def _known_recompute(word: str) -> str:
 
 Recompute = Literal["never", "always", "except_last", "selective"]
 StageRecompute = Annotated[str, AfterValidator(_known_recompute)]
-ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
-RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
+ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
+RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
+
+
+class PlanShape(Record):
+    """What every description of a plan has: the layers of each part, and how they run.
+
+    `balance` is by part of the layers, in the order in which a micro-batch passes them. Each device has
+    `virtual_stages` parts.
+    """
+
+    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
+    """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
+    schedule: ScheduleName
+    virtual_stages: LayerCount = 1
+    recompute: Recompute = "never"
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the pipeline: devices, or groups of replicas."""
+        return len(self.balance) // self.virtual_stages
+
+    def check_shape(self, mini_batch: int, where: str = "") -> None:
+        """Check that parts and micro-batches are whole. Raises ValueError, whose text begins with `where`."""
+        if len(self.balance) % self.virtual_stages:
+            raise ValueError(
+                f"{where}virtual_stages is {self.virtual_stages}, which does not divide the "
+                f"{len(self.balance)} parts"
+            )
+        if self.micro_batches * self.micro_batch_size != mini_batch:
+            raise ValueError(
+                f"{where}micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
+                f"do not make a mini_batch of {mini_batch}"
+            )
 
 
 class PlannedStage(Record):
@@ -194,21 +225,14 @@ class Baseline(Record):
     """The micro-batches, schedule and recomputation that were best for it."""
 
 
-class Alternative(Record):
+class Alternative(PlanShape):
     """The best plan for the runtimes that run it: `replicas` of every stage, on the devices from rank 0 on.
 
     In a file, micro-batches and recomputation may be left out where they are the plan's own.
     """
 
     runtimes: list[RuntimeName]
-    balance: Annotated[list[LayerCount], Field(min_length=1)]
     replicas: DeviceCount = 1
-    schedule: ScheduleName
-    virtual_stages: LayerCount = 1
-    """Of each device; the balance is then by part."""
-    micro_batches: MicroBatches
-    micro_batch_size: MiniBatch
-    recompute: Recompute
     stage_recompute: list[StageRecompute] = []
     """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
@@ -287,10 +311,8 @@ def _read_options(value: Any) -> Any:
         return value
     if str(value.get("schedule", "")).endswith(SUFFIX):
         raise ValueError("schedule: a plan's file names a schedule, and opens no other file")
-    try:
+    with _value_errors():
         return PlanOptions(**{name: value[name] for name in list_declarations(PlanOptions) if name in value})
-    except UsageError as error:
-        raise ValueError(error.what) from error
 
 
 _HEADINGS = ("stage", "devices", "layers", "forward", "backward", "memory")
@@ -300,28 +322,21 @@ REPLANNED = "plans without the lost devices"
 """How it begins of a plan for devices that are left: it is not the fastest, but moves the least."""
 
 
-class Plan(Document):
-    """A partition, its micro-batches, schedule and recomputation, with its prediction."""
+class Plan(PlanShape, Document):
+    """The plan: stages on devices, the training setting, the prediction, and what it is compared with."""
 
     kind: ClassVar[str] = "plan"
 
     model: str
-    balance: Annotated[list[LayerCount], Field(min_length=1)]
     mini_batch: MiniBatch
-    micro_batches: MicroBatches
-    micro_batch_size: MiniBatch
-    """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
-    schedule: ScheduleName
     order: Annotated[list[str], Field(max_length=MOST_DEVICES + 10)] | None = None
     """Of a schedule that is not pplan's own: the lines of its text, with every action of every device."""
-    virtual_stages: LayerCount = 1
     optimizer: str = "sgd"
     precision: PrecisionName | None = None
     """Of the weights and states; None in files from before it was said: as usual for the profile."""
     gradient_dtype: DtypeName | None = None
     zero: ZeroStage = 0
     """What the replicas of a stage spread over them: ZeRO's stage."""
-    recompute: Recompute = "never"
     runtime: RuntimeName | None = None
     gpus: DeviceCount | None = None
     """Devices that were offered; a plan may use fewer."""
@@ -367,21 +382,16 @@ class Plan(Document):
 
     @model_validator(mode="before")
     @classmethod
-    def _register_order(cls, content: Any) -> Any:
-        """A plan's own order is known by its name from now on."""
-        if isinstance(content, dict) and isinstance(content.get("order"), list):
+    def _complete(cls, content: Any) -> Any:
+        """Register the plan's own order by its name, and fill what alternatives leave out with the plan's."""
+        if not isinstance(content, dict):
+            return content
+        if isinstance(content.get("order"), list):
             _register_order(content)
-        return content
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_alternatives(cls, content: Any) -> Any:
-        """What an alternative leaves out is as in the plan."""
-        others = content.get("alternatives") if isinstance(content, dict) else None
+        others = content.get("alternatives")
         if not isinstance(others, list):
             return content
         own = {key: content[key] for key in _SHARED if key in content}
-        own.setdefault("recompute", cls.model_fields["recompute"].default)
         filled = [own | other if isinstance(other, dict) else other for other in others]
         return content | {"alternatives": filled}
 
@@ -391,9 +401,11 @@ class Plan(Document):
             raise ValueError(
                 f"order: belongs to a schedule that is not pplan's own, and this is {self.schedule}"
             )
-        _check_mini_batch(self, self.mini_batch)
-        _check_precision(self)
+        if self.precision is not None:
+            with _value_errors():
+                self.training_precision  # noqa: B018  raises
         _check_layers(self)
+        self.check_shape(self.mini_batch)
         _check_devices(self)
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
@@ -402,7 +414,7 @@ class Plan(Document):
     def __repr__(self) -> str:
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
         return (
-            f"<Plan of {self.model}: {format_count(len(self.balance) // self.virtual_stages, 'stage')} of "
+            f"<Plan of {self.model}: {format_count(self.pipeline_stages, 'stage')} of "
             f"{layers} {'layer' if layers == '1' else 'layers'}, {self.schedule}, {self.micro_batches} x "
             f"{self.micro_batch_size}, {format_seconds(self.prediction.step_seconds)} a step>"
         )
@@ -502,30 +514,20 @@ def _register_order(content: dict[str, Any]) -> None:
         return
     from ..cost_models.schedule_text import read_schedule
 
-    try:
+    with _value_errors("order: "):
         text = read_schedule("\n".join(lines))
         if text.name != content.get("schedule"):
-            raise ValueError(f"order: is of the schedule {text.name!r}, which is not the plan's")
+            raise UsageError(f"is of the schedule {text.name!r}, which is not the plan's")
         register_order(text, len(stages) // virtual, micro_batches, virtual)
+
+
+@contextmanager
+def _value_errors(where: str = "") -> Iterator[None]:
+    """Turn a UsageError into the ValueError that pydantic reports."""
+    try:
+        yield
     except UsageError as error:
-        raise ValueError(f"order: {error.what}") from error
-
-
-def _check_mini_batch(plan: Plan | Alternative, mini_batch: int, where: str = "") -> None:
-    if plan.micro_batches * plan.micro_batch_size != mini_batch:
-        raise ValueError(
-            f"{where}micro_batches {plan.micro_batches} times micro_batch_size {plan.micro_batch_size} "
-            f"do not make a mini_batch of {mini_batch}"
-        )
-
-
-def _check_precision(plan: Plan) -> None:
-    """The precision is one that the profile's passes are of."""
-    if plan.precision is not None:
-        try:
-            plan.training_precision  # noqa: B018  raises
-        except UsageError as error:
-            raise ValueError(error.what) from error
+        raise ValueError(f"{where}{error.what}") from error
 
 
 def _check_layers(plan: Plan) -> None:
@@ -538,10 +540,6 @@ def _check_layers(plan: Plan) -> None:
                 "the stages hold all layers from 0, one after another"
             )
         expected = stage.last_layer + 1
-    if sum(plan.balance) != expected:
-        raise ValueError(
-            f"balance {plan.balance} adds up to {sum(plan.balance)}, the stages hold {expected} layers"
-        )
     counts = [stage.layers for stage in plan.stages]
     if counts != plan.balance:
         raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
@@ -557,10 +555,6 @@ def _check_layers(plan: Plan) -> None:
 
 def _check_devices(plan: Plan) -> None:
     """Each device has one part of the layers, or as many as there are virtual stages, and is there."""
-    if len(plan.stages) % plan.virtual_stages:
-        raise ValueError(
-            f"virtual_stages is {plan.virtual_stages}, which does not divide the {len(plan.stages)} stages"
-        )
     uses = Counter(device for stage in plan.stages for device in stage.devices)
     twice = sorted(device for device, count in uses.items() if count > plan.virtual_stages)
     if twice:
@@ -576,11 +570,7 @@ def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
             f"the plan has {sum(plan.balance)} layers"
         )
     parts = len(other.balance)
-    if parts % other.virtual_stages:
-        raise ValueError(
-            f"{where}virtual_stages is {other.virtual_stages}, which does not divide the {parts} parts"
-        )
     for name, values in (("stage_recompute", other.stage_recompute), ("memory_bytes", other.memory_bytes)):
         if len(values) not in (0, parts):
             raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
-    _check_mini_batch(other, plan.mini_batch, where)
+    other.check_shape(plan.mini_batch, where)

@@ -68,13 +68,13 @@ def test_summaries() -> None:
     )
     assert run_in_words(parts) == "4 x 8, interleaved, 2 virtual stages, recompute never"
     own = summarize(parts)
-    assert (own.stages, own.device_count) == (2, 2)
+    assert own.pipeline_stages == 2
     assert own.balance == [1, 2, 3, 4]
     assert own.devices == [[0], [1], [0], [1]]
     assert (own.micro_batches, own.micro_batch_size, own.virtual_stages) == (4, 8, 2)
     assert own.samples_per_second == 4 * 8 / 2.0
     shared = summarize(plan(((0, 1), (2,))))
-    assert (shared.stages, shared.device_count, shared.replicas) == (2, 3, [2, 1])
+    assert (shared.pipeline_stages, shared.replicas) == (2, [2, 1])
     assert _in_words(parts) == "2 stages; 4 x 8, interleaved, 2 virtual stages, recompute never"
 
 

@@ -134,7 +134,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ({"stages.1.first_layer": 13}, "stages.1: first_layer is 13, it must be 12"),
         ({"stages.1.first_layer": 5}, "stages.1: first_layer is 5, it must be 12"),
         ({"stages.1.last_layer": 3}, "stages.1: last_layer 3 is before first_layer 12"),
-        ({"stages.1.last_layer": 50}, "balance [12, 34] adds up to 46, the stages hold 51 layers"),
+        ({"stages.1.last_layer": 50}, "balance is [12, 34], the stages hold [12, 39] layers"),
         ({"balance": [13, 33]}, "balance is [13, 33], the stages hold [12, 34] layers"),
         ({"layer_names": ["a", "b"]}, "layer_names has 2 names, the stages hold 46 layers"),
         ({"stages.0.replicas": 2}, "stages.0: replicas is 2, the devices are [0]"),

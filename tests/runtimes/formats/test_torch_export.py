@@ -94,7 +94,7 @@ def test_two_stages_a_device(make_plan: MakePlan, schedule: str, kind: str, stag
 
 
 def test_stages_that_no_schedule_has(make_plan: MakePlan) -> None:
-    with pytest.raises(ValidationError, match="virtual_stages is 2, which does not divide the 3 stages"):
+    with pytest.raises(ValidationError, match="virtual_stages is 2, which does not divide the 3 parts"):
         make_plan([1, 2, 3], micro_batches=4, schedule="interleaved", virtual_stages=2)
     plan = make_plan([1, 2, 3, 4], micro_batches=4, schedule="zb-v", virtual_stages=4)
     with pytest.raises(PplanError, match="zb-v"):
