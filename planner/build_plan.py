@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, align_profiles
 from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_count, format_rate
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
-from .candidate import PipelineConfig, Proposal, ScoredPlan
+from .candidate import Proposal, ScoredPlan
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import (
@@ -24,7 +23,7 @@ from .plan_document import (
     list_search_warnings,
     plan_without_comparison,
 )
-from .plan_file import FIXED_PARTITION, Plan, ProfileReference
+from .plan_file import FIXED_PARTITION, Partition, Plan, ProfileReference
 from .plan_options import PlanOptions
 from .plan_simulation import list_prediction_limits, optimizer_note
 from .problem import Problem
@@ -170,42 +169,9 @@ def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:
     return [text for size in sorted(sizes) if (text := space.table(size).costs.outside)]
 
 
-@dataclass(frozen=True)
-class FixedPartition:
-    """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas;
-    `devices`: the ranks, device after device with its replicas (None: from rank 0 on); `recompute`: of one
-    stage a device, a word for each (None: as the configurations have it)."""
-
-    ends: tuple[int, ...]
-    virtual_stages: int = 1
-    replicas: int = 1
-    devices: tuple[int, ...] | None = None
-    recompute: tuple[Recompute, ...] | None = None
-
-    @property
-    def gpus(self) -> int:
-        """Devices that it takes."""
-        return len(self.ends) // self.virtual_stages * self.replicas
-
-    def proposal(self, config: PipelineConfig) -> Proposal:
-        """With a schedule and micro-batches.
-
-        Raises UsageError where the schedule does not run with these numbers.
-        """
-        own = replace(config, virtual_stages=self.virtual_stages)
-        devices = len(self.ends) // self.virtual_stages
-        program = find_schedule(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
-        devices_in_order, count = self.devices or range(self.gpus), self.replicas
-        ranks = [
-            tuple(sorted(devices_in_order[place.device * count : (place.device + 1) * count]))
-            for place in program.pipes[0]
-        ]
-        return Proposal(own, self.ends, tuple(ranks))
-
-
 def plan_partition(
     problem: Problem,
-    partition: FixedPartition,
+    partition: Partition,
     *,
     model: str,
     profile: ProfileReference,
@@ -229,10 +195,10 @@ def plan_partition(
         )
     _check_cuts(problem, partition)
     proposals = _proposals(problem, partition)
-    best = fastest(problem.space, proposals) if partition.recompute is None else None
+    best = fastest(problem.space, proposals) if partition.stage_recompute is None else None
     lacking: list[str] = []
     if best is None:
-        best, lacking = _best_trial(problem, proposals, partition.recompute)
+        best, lacking = _best_trial(problem, proposals, partition.stage_recompute)
     schedules = dict.fromkeys((*problem.allowed_schedules, best.config.schedule))
     # One that does not fit, or that the options exclude, is none of the plans that the bound is of.
     bound = min(universal_bound(problem, schedules, best.step_seconds), best.step_seconds)
@@ -248,7 +214,7 @@ def plan_partition(
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 
 
-def _check_cuts(problem: Problem, partition: FixedPartition) -> None:
+def _check_cuts(problem: Problem, partition: Partition) -> None:
     chain = problem.chain
     together = problem.cut_chain.cut_after
     for stage, end in enumerate(partition.ends[:-1]):
@@ -266,7 +232,7 @@ def _check_cuts(problem: Problem, partition: FixedPartition) -> None:
             )
 
 
-def _proposals(problem: Problem, partition: FixedPartition) -> list[Proposal]:
+def _proposals(problem: Problem, partition: Partition) -> list[Proposal]:
     """With every configuration that its schedule runs. Raises the UsageError of the last where none does."""
     proposals: list[Proposal] = []
     refusal: UsageError | None = None

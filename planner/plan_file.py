@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from warnings import warn
@@ -44,7 +45,8 @@ from ..cost_models.quantities import (
 )
 from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedule_text import SUFFIX, register_order
-from ..cost_models.schedules import PUBLISHED, SCHEDULES
+from ..cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
+from .candidate import PipelineConfig, Proposal
 from .plan_options import PlanOptions
 
 if TYPE_CHECKING:
@@ -110,6 +112,52 @@ class PlanShape(Record):
                 f"{where}micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
                 f"do not make a mini_batch of {mini_batch}"
             )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition that was given, from another tool's file, say; None where that does not say.
+
+    `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
+    every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a
+    micro-batch, on each replica. `stage_recompute`: a word for each stage. `runtime`: that the file was
+    written for. `notes`: what was understood, or passed over.
+    """
+
+    format: str
+    ends: tuple[int, ...]
+    virtual_stages: int | None = None
+    replicas: int | None = None
+    devices: tuple[int, ...] | None = None
+    schedule: str | None = None
+    samples: int | None = None
+    mini_batch: int | None = None
+    recompute: Recompute | None = None
+    stage_recompute: tuple[str, ...] | None = None
+    runtime: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """Devices that it takes."""
+        return len(self.ends) // (self.virtual_stages or 1) * (self.replicas or 1)
+
+    def with_notes(self, *notes: str) -> Partition:
+        """The same with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def proposal(self, config: PipelineConfig) -> Proposal:
+        """The candidate of a configuration. Raises UsageError where its schedule does not run such parts."""
+        config = replace(config, virtual_stages=self.virtual_stages or 1)
+        pipeline, count = len(self.ends) // config.virtual_stages, self.replicas or 1
+        program = find_schedule(config.schedule).program(
+            pipeline, config.micro_batches, config.virtual_stages
+        )
+        ranks = self.devices or range(self.gpus)
+        firsts = [place.device * count for place in program.pipes[0]]
+        return Proposal(
+            config, self.ends, tuple(tuple(sorted(ranks[first : first + count])) for first in firsts)
+        )
 
 
 class PlannedStage(Record):

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from ..cost_models.schedule_text import read_schedule, register_order, write_pro
 from ..cost_models.schedules import PUBLISHED
 from ..cost_models.text_files import detect_kind
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
-from ..planner.plan_file import Recompute
+from ..planner.plan_file import Partition, Recompute
 from .documents import (
     KINDS,
     DeepspeedExport,
@@ -52,34 +52,6 @@ from .transformer_blocks import (
     first_block_words,
     is_small,
 )
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition from another tool's file; None where that does not say.
-
-    `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
-    every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a
-    micro-batch, on each replica. `stage_recompute`: a word for each stage. `runtime`: that the file was
-    written for. `notes`: what was understood, or passed over.
-    """
-
-    format: str
-    ends: tuple[int, ...]
-    virtual_stages: int | None = None
-    replicas: int | None = None
-    devices: tuple[int, ...] | None = None
-    schedule: str | None = None
-    samples: int | None = None
-    mini_batch: int | None = None
-    recompute: Recompute | None = None
-    stage_recompute: tuple[str, ...] | None = None
-    runtime: str | None = None
-    notes: tuple[str, ...] = ()
-
-    def with_notes(self, *notes: str) -> Partition:
-        """The same with more notes."""
-        return replace(self, notes=(*self.notes, *notes))
 
 
 def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:

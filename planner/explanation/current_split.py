@@ -11,10 +11,10 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.step_costs import Array
 from ...cost_models.timeline import Timeline
-from ..build_plan import FixedPartition, plan_partition
+from ..build_plan import plan_partition
 from ..candidate import SEARCHED, ScoredPlan
 from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize
-from ..plan_file import PlannedStage, ProfileReference
+from ..plan_file import Partition, PlannedStage, ProfileReference
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family
@@ -107,7 +107,7 @@ def _free_problem(problem: Problem, current: ExplainOptions, *, as_split: bool) 
     return replace(problem, options=options)
 
 
-def _as_partition(problem: Problem, current: ExplainOptions) -> FixedPartition:
+def _as_partition(problem: Problem, current: ExplainOptions) -> Partition:
     layers, counted_layers = len(problem.chain), sum(current.balance)
     if counted_layers != layers:
         text = ",".join(map(str, current.balance))
@@ -115,7 +115,7 @@ def _as_partition(problem: Problem, current: ExplainOptions) -> FixedPartition:
             f"current='{text}': holds {format_count(counted_layers, 'layer')}, the model has {layers}",
             "Give the number of layers of every stage, as in current='12,34'.",
         )
-    return FixedPartition(tuple(accumulate(current.balance)), 1, current.replicas)
+    return Partition("", tuple(accumulate(current.balance)), 1, current.replicas)
 
 
 def _side(problem: Problem, plan: ScoredPlan, timeline: Timeline) -> Side:
@@ -170,7 +170,7 @@ def _at(values: Array, place: tuple[int, int, int]) -> float:
     )
 
 
-def _best_setting(problem: Problem, partition: FixedPartition) -> ScoredPlan | None:
+def _best_setting(problem: Problem, partition: Partition) -> ScoredPlan | None:
     """The split with any configuration."""
     proposals = []
     for config in problem.configs:

@@ -21,10 +21,10 @@ from ..cost_models.step_costs import Costs
 from ..cost_models.topology import Group, Link, Topology
 from ..cost_models.topology_file import to_toml
 from ..planner.balance import balance
-from ..planner.build_plan import FixedPartition, build_problem, plan_partition
+from ..planner.build_plan import build_problem, plan_partition
 from ..planner.joint_search import find_best_plan
 from ..planner.plan_document import plan_without_comparison
-from ..planner.plan_file import Plan
+from ..planner.plan_file import Partition, Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import Simulation, simulate_plan
 from ..profiler.named_model import input_function_for, loss_for, model_for
@@ -374,7 +374,7 @@ class PlanInputs:
             recompute=choice.recompute,
             runtime=runtime,
         )
-        partition = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        partition = Partition("", tuple(accumulate(choice.balance)), 1, choice.replicas)
         text = None if remark is None else remark.replace("Exported instead", "Checked instead")
         return self._plan_partition(plan, partition, options), text
 
@@ -392,13 +392,13 @@ class PlanInputs:
             recompute="auto" if plan.recompute == "selective" else plan.recompute,
             runtime=plan.runtime,
         )
-        partition = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        partition = Partition("", tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
         even = self._plan_partition(plan, partition, options)
         if even.balance == plan.balance:
             raise ExportError("the plan is the even split", "Check the plan alone: `even=False`.")
         return even
 
-    def _plan_partition(self, plan: Plan, partition: FixedPartition, options: PlanOptions) -> Plan:
+    def _plan_partition(self, plan: Plan, partition: Partition, options: PlanOptions) -> Plan:
         """Another partition with the training setting of the plan."""
         setting = replace(
             options,

@@ -14,13 +14,13 @@ from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text
-from ..planner.build_plan import FixedPartition, plan_partition
+from ..planner.build_plan import plan_partition
 from ..planner.candidate import FIRST_LAYERS
-from ..planner.plan_file import Plan, ProfileReference
+from ..planner.plan_file import Partition, Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
-from ..runtimes.imports import Partition, read_partition, with_virtual_stages
+from ..runtimes.imports import read_partition, with_virtual_stages
 from .degree_profiles import one_degree
 from .options import ImportPlanKeywords, PartitionOptions
 from .provenance import made_by
@@ -79,34 +79,29 @@ def _import_partition(
     chain = profile.chain()
     read = with_virtual_stages(read_partition(text, chain.names, where), partition.virtual_stages, where)
     read = replace(read, replicas=partition.replicas or read.replicas)
-    words = None if partition.recompute else read.stage_recompute
-    fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1, recompute=words)
-    options = _plan_options(read, fixed, partition, training)
-    problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or fixed.gpus), options)
-    fixed, notes = _on_devices(fixed, read.devices, problem.usable_gpus)
+    options = _plan_options(read, partition, training)
+    problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or read.gpus), options)
+    read = _on_known_devices(read, problem.usable_gpus)
     return plan_partition(
         problem,
-        fixed,
+        replace(read, stage_recompute=None) if partition.recompute else read,
         model=profile.model,
         profile=reference,
-        notes=[*list_notes(profile), *read.notes, *notes],
+        notes=[*list_notes(profile), *read.notes],
         warnings=list_warnings(profile, problem.topology, problem.options.runtime),
     )
 
 
-def _on_devices(
-    fixed: FixedPartition, devices: tuple[int, ...] | None, usable: int
-) -> tuple[FixedPartition, list[str]]:
-    """The partition on the devices that the source names, where the machine has them; and a note where it has
-    not."""
-    if devices is None or len(devices) != fixed.gpus:
-        return fixed, []
-    if max(devices) < usable:
-        return replace(fixed, devices=devices), []
-    ranks = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
-    return fixed, [
-        f"it names the devices {ranks}, of a machine with more than {usable}: taken from rank 0 on"
-    ]
+def _on_known_devices(read: Partition, usable: int) -> Partition:
+    """The partition on the devices that the source names; on those from rank 0 on, with a note, where the
+    machine has fewer."""
+    if read.devices is None or len(read.devices) != read.gpus:
+        return replace(read, devices=None)
+    if max(read.devices) < usable:
+        return read
+    ranks = ", ".join(map(str, read.devices[:8])) + (", ..." if len(read.devices) > 8 else "")
+    note = f"it names the devices {ranks}, of a machine with more than {usable}: taken from rank 0 on"
+    return replace(read, devices=None).with_notes(note)
 
 
 def _content(source: str | Path) -> tuple[str, str]:
@@ -129,11 +124,9 @@ def _is_file(source: str) -> bool:
         return False
 
 
-def _plan_options(
-    read: Partition, fixed: FixedPartition, partition: PartitionOptions, training: PlanOptions
-) -> PlanOptions:
+def _plan_options(read: Partition, partition: PartitionOptions, training: PlanOptions) -> PlanOptions:
     """The options of the plan: those given, else what the partition says."""
-    several = fixed.virtual_stages > 1
+    several = (read.virtual_stages or 1) > 1
     mini_batch = training.mini_batch or read.mini_batch
     words = read.stage_recompute or ()
     by_layer = set(words) - {"never", "always"}
@@ -148,24 +141,24 @@ def _plan_options(
     return replace(
         training,
         mini_batch=mini_batch,
-        micro_batches=training.micro_batches or _micro_batches(read, fixed, mini_batch),
+        micro_batches=training.micro_batches or _micro_batches(read, mini_batch),
         schedule=partition.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=partition.recompute or recompute,
         runtime=runtime,
     )
 
 
-def _micro_batches(read: Partition, fixed: FixedPartition, mini_batch: int | None) -> int | None:
+def _micro_batches(read: Partition, mini_batch: int | None) -> int | None:
     """The number of micro-batches that the partition's micro-batch size makes of the global batch; None where
     it does not say."""
     if mini_batch is None or read.samples is None:
         return None
-    samples = read.samples * fixed.replicas
+    samples = read.samples * (read.replicas or 1)
     if mini_batch % samples:
         raise UsageError(
             f"a global batch of {mini_batch} does not divide into micro-batches of "
             f"{format_count(read.samples, 'sample')} on "
-            f"each of {fixed.replicas} replicas, as the partition says",
+            f"each of {read.replicas or 1} replicas, as the partition says",
             "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )
     return mini_batch // samples

@@ -11,8 +11,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import FixedPartition, plan_partition, solve_problem
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.build_plan import plan_partition, solve_problem
+from pplan.planner.plan_file import Partition, Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
@@ -22,7 +22,7 @@ MakeTopology = Callable[..., Topology]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-def plan_of(chain: Chain, topology: Topology, given: FixedPartition, **options: object) -> Plan:
+def plan_of(chain: Chain, topology: Topology, given: Partition, **options: object) -> Plan:
     problem = Problem(chain, topology, PlanOptions(**{"mini_batch": 16, **options}))  # type: ignore[arg-type]
     return plan_partition(problem, given, model="toy", profile=PROFILE)
 
@@ -43,7 +43,7 @@ def test_the_step_is_the_simulators(
     make_chain: MakeChain, make_topology: MakeTopology, schedule: str, virtual: int, replicas: int
 ) -> None:
     chain, topology = make_chain(1, 9, cuts=1.0), make_topology(8)
-    given = FixedPartition((2, 3, 7, 9), virtual, replicas)
+    given = Partition("", (2, 3, 7, 9), virtual, replicas)
     plan = plan_of(chain, topology, given, schedule=schedule, micro_batches=8, recompute="never")
     assert [stage.layers for stage in plan.stages] == plan.balance == [2, 1, 4, 2]
     assert (plan.schedule, plan.virtual_stages, plan.replicas) == (schedule, virtual, [replicas] * 4)
@@ -60,7 +60,7 @@ def test_the_step_is_the_simulators(
 def test_what_is_left_open_is_the_best(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Over every schedule and number of micro-batches asked for one by one."""
     chain, topology = make_chain(2, 8, cuts=1.0), make_topology(4)
-    given = FixedPartition((3, 5, 8))
+    given = Partition("", (3, 5, 8))
     each = [
         plan_of(chain, topology, given, schedule=schedule, micro_batches=count).prediction.step_seconds
         for schedule in ("1f1b", "gpipe")
@@ -79,7 +79,7 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     )
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")
-    given = FixedPartition(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])
+    given = Partition("", tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])
     recompute = plan_of(chain, topology, given, schedule="1f1b", micro_batches=found.micro_batches)
     assert recompute.prediction.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
 
@@ -87,7 +87,7 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
 def test_recomputation_where_it_does_not_fit_without(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    chain, given = make_chain(4, 6, cuts=1.0), FixedPartition((3, 6))
+    chain, given = make_chain(4, 6, cuts=1.0), Partition("", (3, 6))
     asked = {"schedule": "gpipe", "micro_batches": 8}
     needs = {
         mode: max(
@@ -106,7 +106,7 @@ def test_recomputation_where_it_does_not_fit_without(
 
 
 def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    chain, given = make_chain(4, 6, cuts=1.0), FixedPartition((3, 6))
+    chain, given = make_chain(4, 6, cuts=1.0), Partition("", (3, 6))
     plan = plan_of(chain, make_topology(2, memory=10), given, schedule="1f1b", micro_batches=8)
     assert plan.warnings[0][:18] == "it does not fit: d"
     assert "of 10 B" in plan.warnings[0]
@@ -116,11 +116,11 @@ def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_to
 def test_what_cannot_be(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 6, cuts=1.0), make_topology(2)
     with pytest.raises(UsageError, match="gpus=2: the partition takes 3 devices"):
-        plan_of(chain, topology, FixedPartition((2, 4, 6)))
+        plan_of(chain, topology, Partition("", (2, 4, 6)))
     forbidden = replace(chain, cut_after=np.array([True, False, True, True, True, False]))
     with pytest.raises(UsageError, match="stage 0 ends after layer 1, layer1, where the profile"):
-        plan_of(forbidden, topology, FixedPartition((2, 6)))
+        plan_of(forbidden, topology, Partition("", (2, 6)))
     with pytest.raises(UsageError, match="interleaved"):
-        plan_of(chain, topology, FixedPartition((1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
+        plan_of(chain, topology, Partition("", (1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
     with pytest.raises(UsageError, match="4 replicas share micro-batches of 2, and one has no sample"):
-        plan_of(chain, make_topology(8), FixedPartition((2, 6), 1, 4), micro_batches=8)
+        plan_of(chain, make_topology(8), Partition("", (2, 6), 1, 4), micro_batches=8)

@@ -12,9 +12,9 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, TiedWeight
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import FixedPartition, build_problem, plan_partition, solve_problem
+from pplan.planner.build_plan import build_problem, plan_partition, solve_problem
 from pplan.planner.coverage import describe_search
-from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_file import Partition, Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.stage_table import StageTable
 from tests.stage_bytes import stage_bytes
@@ -105,7 +105,7 @@ def test_runtimes_that_keep_no_copies_keep_the_users_together(
         chain, make_topology(2), PlanOptions(mini_batch=8, runtime=runtime), REFERENCE, {}
     )
     assert problem.space.chain.cut_after.tolist() == [cuts, cuts, cuts, True, True, False]
-    given = FixedPartition((2, 6))
+    given = Partition("", (2, 6))
     if cuts:
         assert plan_partition(problem, given, model="toy", profile=REFERENCE).tied
     else:

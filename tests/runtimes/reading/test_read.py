@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, UsageError
 from pplan.cost_models.transformer.pipeline_layout import layout_problems
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Partition, Plan
 from pplan.runtimes.documents import TrainerText
 from pplan.runtimes.exports import EXPORTERS, export
-from pplan.runtimes.imports import Partition, read_partition, split_layout, with_virtual_stages
+from pplan.runtimes.imports import read_partition, split_layout, with_virtual_stages
 
 MakePlan = Callable[..., Plan]
 LAYERS = ["model.embed_tokens", *(f"model.layers.{block}" for block in range(9)), "model.norm", "lm_head"]

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from pplan.cost_models.errors import FileError
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Partition, Plan
 from pplan.runtimes.documents import TrainerText
 from pplan.runtimes.exports import export
-from pplan.runtimes.imports import Partition, read_partition
+from pplan.runtimes.imports import read_partition
 
 MakePlan = Callable[..., Plan]
 
