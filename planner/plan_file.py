@@ -291,6 +291,11 @@ class Alternative(PlanShape):
     reason: str = ""
     """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
 
+    @property
+    def device_count(self) -> int:
+        """Number of devices that it takes."""
+        return self.pipeline_stages * self.replicas
+
 
 class Aim(Record):
     """What the plan is the best of, where that is not its step. `lower_bound`: no plan has less of those

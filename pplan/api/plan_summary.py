@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import (
     compare_steps,
@@ -19,9 +21,6 @@ from ..planner.candidate import ANY_SCHEDULE, INTERLEAVED
 from ..planner.plan_file import (
     TIE,
     Aim,
-    Alternative,
-    Baseline,
-    DefaultMiniBatch,
     OtherMiniBatch,
     Plan,
     Prediction,
@@ -30,7 +29,19 @@ from ..planner.plan_file import (
 
 def short_summary(plan: Plan) -> list[str]:
     """The step, what it is made of, and its proof with the plans that it is about."""
-    return [*_figures(plan), _proof(plan)]
+    prediction, replicas = plan.prediction, set(plan.replicas)
+    interval, least = step_interval(prediction), prediction.optimizer_seconds
+    batch = describe_batch(
+        plan.mini_batch, plan.micro_batch_size, replicas.pop() if len(replicas) == 1 else 1
+    )
+    update = "" if least is None else f", {format_seconds(least)} or more,"
+    return [
+        f"Step {format_seconds(prediction.step_seconds)}{f' ({interval})' if interval else ''}, "
+        f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
+        f"Global batch {batch}; schedule {plan.schedule}; recompute {_recompute(plan)}; optimizer "
+        f"{plan.optimizer} (its own step{update} not counted){_states(plan)}.",
+        _proof(plan),
+    ]
 
 
 def summary_lines(plan: Plan) -> list[str]:
@@ -38,45 +49,17 @@ def summary_lines(plan: Plan) -> list[str]:
     lines = short_summary(plan)
     if plan.searched not in ("", plan.prediction.bound_covers) and not plan.is_fixed_partition:
         lines.append(f"Searched: {plan.searched}")
-    if plan.topology:
-        lines.append(f"Devices: {plan.topology}")
-    return lines
-
-
-def _figures(plan: Plan) -> list[str]:
-    prediction = plan.prediction
-    interval = step_interval(prediction)
-    return [
-        f"Step {format_seconds(prediction.step_seconds)}{f' ({interval})' if interval else ''}, "
-        f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
-        f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {_recompute(plan)}; "
-        f"optimizer {plan.optimizer}{_update(prediction)}{_states(plan)}.",
-    ]
-
-
-def _update(prediction: Prediction) -> str:
-    """What is known of the optimizer's own step."""
-    least = prediction.optimizer_seconds
-    return f" (its own step{'' if least is None else f', {format_seconds(least)} or more,'} not counted)"
+    return [*lines, f"Devices: {plan.topology}"] if plan.topology else lines
 
 
 def _recompute(plan: Plan) -> str:
     """The plan's word; where stages offload, of the others, and how many do."""
-    words = [stage.recompute for stage in plan.stages]
-    offload = words.count(OFFLOAD)
-    if not offload:
+    words = [stage.recompute or plan.recompute for stage in plan.stages]
+    if not (offload := words.count(OFFLOAD)):
         return plan.recompute.replace("_", "-")
-    others = {word or plan.recompute for word in words} - {OFFLOAD}
-    word = "never" if others <= {"never"} else "selective"
-    many = f"{offload} of {len(words)} stages offload" + ("s" if offload == 1 else "")
-    rate = plan.options.host_bandwidth
-    return f"{word}, {many} to the host" + (f" at {format_rate(rate)}" if rate else "")
-
-
-def batch_equation(plan: Plan) -> str:
-    """`Global batch 256 = 32 micro-batches x 8 replicas x 1`."""
-    replicas = max(plan.replicas) if len(set(plan.replicas)) == 1 else 1
-    return f"Global batch {describe_batch(plan.mini_batch, plan.micro_batch_size, replicas)}"
+    word = "never" if set(words) <= {"never", OFFLOAD} else "selective"
+    rate = f" at {format_rate(plan.options.host_bandwidth)}" if plan.options.host_bandwidth else ""
+    return f"{word}, {offload} of {len(words)} stages offload{'s' if offload == 1 else ''} to the host{rate}"
 
 
 def describe_batch(mini_batch: int, micro_batch_size: int, replicas: int) -> str:
@@ -124,37 +107,25 @@ _LEAST_ERROR = 0.01
 
 
 def _proof(plan: Plan) -> str:
+    """What was proven of the step; under an objective, of what is aimed at, too, each with its plans."""
     if plan.is_fixed_partition:
         return "No other partition was looked at: pplan solve finds the best."
-    if plan.objective is not None:
-        return _objective_proof(plan, plan.objective)
-    prediction = plan.prediction
-    covers = f" ({prediction.bound_covers})" if prediction.bound_covers else ""
-    if prediction.exact:
-        return f"Optimal in the search space{covers}: none of these plans is faster."
+    prediction, aim = plan.prediction, plan.objective
     bound = format_seconds(prediction.lower_bound_seconds)
-    return f"Best found; {describe_gap(prediction.gap, bound)}{covers}."
-
-
-def _objective_proof(plan: Plan, aim: Aim) -> str:
-    """The bound on what is aimed at, and on the step: each with the plans that it is about."""
-    bound = f"is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
-    step = f"none of these plans {bound}"
+    covers = f" ({prediction.bound_covers})" if prediction.bound_covers else ""
+    if aim is None and prediction.exact:
+        return f"Optimal in the search space{covers}: none of these plans is faster."
+    if aim is None:
+        return f"Best found; {describe_gap(prediction.gap, bound)}{covers}."
+    faster = f"is faster than {bound} a step"
     if not aim.lower_bound:
-        covers = f" ({plan.prediction.bound_covers})" if plan.prediction.bound_covers else ""
-        return f"Best found; not proven: {aim.detail}. Proven: no plan of the search space{covers} {bound}."
+        return f"Best found; not proven: {aim.detail}. Proven: no plan of the search space{covers} {faster}."
     about = "; ".join(part for part in (aim.covers, aim.detail) if part)
-    among = f" ({about})" if about else ""
+    among, step = f" ({about})" if about else "", f"Proven: none of these plans {faster}"
     if aim.exact:
-        return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."
+        return f"Optimal in the search space{among}: none of these plans has less. {step}."
     gap = describe_gap(aim.value / aim.lower_bound - 1, _amount(aim, aim.lower_bound))
-    return f"Best found; {gap}{among}. Proven: {step}."
-
-
-def objective_value(aim: Aim) -> str:
-    """The plan's value of its objective."""
-    where = " on the fullest device" if aim.unit == "bytes" else ""
-    return f"{_amount(aim, aim.value)}{where}"
+    return f"Best found; {gap}{among}. {step}."
 
 
 def _amount(aim: Aim, value: float) -> str:
@@ -174,38 +145,33 @@ OBJECTIVES = {
 def answer_lines(plan: Plan) -> list[str]:
     """The answer in one line, and the lines that qualify it; a faster baseline stands in the first two."""
     answer, *further_lines = _answer(plan)
-    unsearched = _unsearched_lines(plan)
-    return [answer, *unsearched, *_batch_lines(plan), *further_lines]
+    return [answer, *_unsearched_lines(plan), *_batch_lines(plan), *further_lines]
 
 
 def _answer(plan: Plan) -> list[str]:
-    what = _describe_shape(plan)
-    if plan.objective is not None:
-        return [_objective_answer(plan, plan.objective, what)]
-    rival = _faster_baseline(plan)
-    figures = _step_figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
+    what, prediction, aim = _describe_shape(plan), plan.prediction, plan.objective
+    if aim is not None:
+        best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
+        scope = "" if aim.exact else " of those scored"
+        value = _amount(aim, aim.value) + (" on the fullest device" if aim.unit == "bytes" else "")
+        return [f"{what} {best}{scope}: {value}; {format_seconds(prediction.step_seconds)} a step."]
+    figures = _step_figures(prediction.step_seconds, prediction.samples_per_second)
     if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
     if plan.is_replanned:
         return [f"{what} moves the fewest weights of the {plan.searched}: {figures}."]
-    if rival is None or rival.name not in _UNPIPELINED:
-        lines = [f"{what} is the fastest{_scope_text(plan)}: {figures}."]
-    else:
-        lines = [_rival_answer(plan, rival), f"This plan is {_lower_first(what).rstrip(',')}: {figures}."]
+    limit = prediction.step_seconds * (1 - TIE)
+    # The options held the search away from a baseline that is faster.
+    faster = [(base.step_seconds, base.name) for base in plan.baselines if (base.step_seconds or inf) < limit]
+    within = f" that {plan.runtime} can run" if plan.runtime else ""
+    lines = [f"{what} is the fastest{within} of the plans {_looked_at(plan)}: {figures}."]
+    if faster and (name := min(faster)[1]) in ("data-parallel", "one-gpu"):
+        what = what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
+        answer = _rival_answer(plan, min(faster)[0] or inf, data_parallel=name == "data-parallel")
+        lines = [answer, f"This plan is {what.rstrip(',')}: {figures}."]
     if plan.gpus is not None and plan.device_count < plan.gpus:
         lines.append(_unused_devices_line(plan, plan.device_count, plan.gpus))
     return lines
-
-
-def _objective_answer(plan: Plan, aim: Aim, what: str) -> str:
-    scope = "" if aim.exact else " of those scored"
-    step = format_seconds(plan.prediction.step_seconds)
-    best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
-    return f"{what} {best}{scope}: {objective_value(aim)}; {step} a step."
-
-
-def _lower_first(what: str) -> str:
-    return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
 def _devices(plan: Plan, number: int) -> str:
@@ -217,32 +183,20 @@ def _devices(plan: Plan, number: int) -> str:
 
 
 def _describe_shape(plan: Plan) -> str:
-    used = plan.device_count
-    stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
+    used, chunks = plan.device_count, plan.virtual_stages
     if len(plan.stages) > 1:
         chunks_text = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return f"A pipeline of {format_count(stages, 'stage')} over {_devices(plan, used)}{chunks_text}"
+        stages = format_count(plan.pipeline_stages, "stage")
+        return f"A pipeline of {stages} over {_devices(plan, used)}{chunks_text}"
     if used > 1:
         return f"Data parallelism over {_devices(plan, used)}"
-    return f"One {plan.device_kind}" if plan.profile.tensor_parallel == 1 else f"One {_devices(plan, 1)[2:]}"
-
-
-def _scope_text(plan: Plan) -> str:
-    """The set of plans of which this one is the fastest: other schedules, or ways to recompute, may be faster
-    that were not in the running."""
-    within = f" that {plan.runtime} can run" if plan.runtime else ""
-    return f"{within} of the plans {_looked_at(plan)}"
-
-
-def _planner(plan: Plan) -> str | None:
-    """The named planner whose proposals alone were in the running."""
-    return None if plan.options.planner == "best" else plan.options.planner
+    return f"One {_devices(plan, 1)[2:]}"
 
 
 def _looked_at(plan: Plan) -> str:
-    """Whether the plan is the best of all that were in the running."""
-    if (planner := _planner(plan)) is not None:
-        return f"that the planner {planner} proposes"
+    """The plans that were in the running: other schedules, or ways to recompute, may be faster."""
+    if plan.options.planner != "best":
+        return f"that the planner {plan.options.planner} proposes"
     return "searched" if plan.prediction.exact else "scored"
 
 
@@ -250,103 +204,57 @@ def _step_figures(step: float, samples_per_second: float) -> str:
     return f"{format_seconds(step)} a step, {three_digits(samples_per_second)} samples/s"
 
 
-def _rival_answer(plan: Plan, rival: Baseline) -> str:
-    on = f" over {_devices(plan, plan.gpus)}" if rival.name == "data-parallel" and plan.gpus else ""
-    step = rival.step_seconds or 0.0
-    unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
-    reason = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    otherwise = ", run otherwise," if _describe_shape(plan) == f"{_rival(plan, rival)}{on}" else ""
-    figures = _step_figures(step, plan.mini_batch / step)
-    return f"{_rival(plan, rival)}{on}{otherwise} is faster: {figures}; {reason}."
+def _rival_answer(plan: Plan, step: float, *, data_parallel: bool) -> str:
+    """Data parallelism, or one device, which is faster than the plan, and why it is not the answer."""
+    name, reason, gpus = f"One {plan.device_kind}", "the options given leave it out", plan.gpus
+    if data_parallel:
+        name = f"Data parallelism over {_devices(plan, gpus)}" if gpus else "Data parallelism"
+        # Replicas share a batch evenly there.
+        uneven = gpus and plan.mini_batch % gpus
+        if plan.runtime and gpus and (uneven or not find_runtime(plan.runtime).runs_replicas([gpus])):
+            reason = f"{plan.runtime} does not run it"
+    otherwise = ", run otherwise," if _describe_shape(plan) == name else ""
+    return f"{name}{otherwise} is faster: {_step_figures(step, plan.mini_batch / step)}; {reason}."
 
 
 def _unsearched_lines(plan: Plan) -> list[str]:
     """A line on the fastest alternative under a schedule that was not searched, if it beats the plan."""
     step = plan.prediction.step_seconds
-    others = [row for row in plan.alternatives if row.schedule == INTERLEAVED and row.step_seconds < step]
-    if not others or plan.objective is not None or plan.device_count != plan.gpus:
+    steps = [row.step_seconds for row in plan.alternatives if row.schedule == INTERLEAVED]
+    if min(steps, default=inf) >= step or plan.objective is not None or plan.device_count != plan.gpus:
         return []  # a line on unused devices names it
-    best = min(others, key=lambda row: row.step_seconds)
     return [
-        f"An {INTERLEAVED} pipeline would take {format_seconds(best.step_seconds)} "
-        f"({compare_steps(best.step_seconds, step)}). This schedule was not searched: "
-        f"use schedule={ANY_SCHEDULE!r}."
+        f"An {INTERLEAVED} pipeline would take {format_seconds(min(steps))} "
+        f"({compare_steps(min(steps), step)}). This schedule was not searched: use schedule={ANY_SCHEDULE!r}."
     ]
-
-
-def _rival(plan: Plan, rival: Baseline) -> str:
-    return "Data parallelism" if rival.name == "data-parallel" else f"One {plan.device_kind}"
-
-
-def _replicates(plan: Plan) -> bool:
-    """Return whether the runtime runs data parallelism on all devices, which share a batch evenly there."""
-    gpus = plan.gpus or 1
-    return plan.mini_batch % gpus == 0 and find_runtime(plan.runtime or "").runs_replicas([gpus])
 
 
 def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
     """A line on devices that stay unused, with the step of a plan on all of them that is easily made."""
+    uses, step = f"It uses {used} of the {_devices(plan, available)}", plan.prediction.step_seconds
+    if plan.runtime and find_runtime(plan.runtime).one_process and used == plan.gpus_per_node:
+        return f"{uses}: {plan.runtime} reaches those of one node."
+    larger = [row for row in plan.alternatives if row.device_count > used and plan.runtime is None]
+    other = min(larger, key=lambda row: row.step_seconds, default=None)
+    if other is not None and other.step_seconds < step * (1 - TIE):
+        figures = f"{format_seconds(other.step_seconds)} a step on {other.device_count}"
+        return f"{uses}; one of its alternatives, {other.schedule}, takes {figures}."
+    rows = [row for row in plan.alternatives if not row.runtimes or plan.runtime in (None, *row.runtimes)]
     on_all = [
-        (other.step_seconds, f"a straight {other.schedule} pipeline")
-        for other in plan.alternatives
-        if other.replicas == other.virtual_stages == 1
-        and len(other.balance) == available
-        and _may_run(plan, other)
+        (row.step_seconds, f"a straight {row.schedule} pipeline")
+        for row in rows
+        if row.replicas == row.virtual_stages == 1 and len(row.balance) == available
     ]
     on_all += [
-        (base.step_seconds, "data parallelism")
+        (base.step_seconds or 0.0, "data parallelism")
         for base in plan.baselines
-        if base.name == "data-parallel" and base.step_seconds is not None and plan.runtime is None
+        if base.name == "data-parallel" and plan.runtime is None
     ]
-    # A faster one is not for this plan's options: it may not stand here as the price of using all.
-    slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {_devices(plan, available)}"
-    runtime = None if plan.runtime is None else find_runtime(plan.runtime)
-    if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
-        return f"{uses}: {runtime.name} reaches those of one node."
-    if (other := _faster_alternative(plan, used)) is not None:
-        return f"{uses}; one of its alternatives, {other.schedule}, takes {_step(other)} on {_used(other)}."
     none = f"{uses}: of the plans {_looked_at(plan)} none is faster on more"
-    if not slower:
-        return f"{none} of them."
-    step, what = min(slower)
-    return f"{none}; {what} on all {available} takes {format_seconds(step)} a step."
-
-
-def _faster_alternative(plan: Plan, used: int) -> Alternative | None:
-    """The fastest of the alternatives of a plan for any runtime that take more devices than it, where that is
-    faster."""
-    if plan.runtime is not None:
-        return None
-    limit = plan.prediction.step_seconds * (1 - TIE)
-    faster = [other for other in plan.alternatives if other.step_seconds < limit and _used(other) > used]
-    return min(faster, key=lambda other: other.step_seconds, default=None)
-
-
-def _used(other: Alternative) -> int:
-    """Devices that an alternative takes."""
-    return len(other.balance) // other.virtual_stages * other.replicas
-
-
-def _step(other: Alternative) -> str:
-    return f"{format_seconds(other.step_seconds)} a step"
-
-
-def _may_run(plan: Plan, other: Alternative) -> bool:
-    return plan.runtime is None or not other.runtimes or plan.runtime in other.runtimes
-
-
-def _faster_baseline(plan: Plan) -> Baseline | None:
-    """The fastest baseline that beats the plan: the options held the search away from it. None under an
-    objective other than the step, and for a plan that was not searched."""
-    if plan.objective is not None or plan.is_fixed_partition or plan.is_replanned:
-        return None
-    limit = plan.prediction.step_seconds * (1 - TIE)
-    faster = [base for base in plan.baselines if base.step_seconds is not None and base.step_seconds < limit]
-    return min(faster, key=lambda base: base.step_seconds or 0.0, default=None)
-
-
-_UNPIPELINED = ("data-parallel", "one-gpu")
+    # A faster one is not for this plan's options: it may not stand here as the price of using all.
+    seconds, what = min((row for row in on_all if row[0] >= step), default=(0.0, ""))
+    on_all_text = f"; {what} on all {available} takes {format_seconds(seconds)} a step"
+    return f"{none}{on_all_text if what else ' of them'}."
 
 
 def _batch_lines(plan: Plan) -> list[str]:
@@ -355,19 +263,14 @@ def _batch_lines(plan: Plan) -> list[str]:
     default = plan.default_mini_batch
     if default is None:
         return []
-    samples, samples_per_gpu = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
-    about = "" if samples_per_gpu == samples else "about "
-    sharers, kind = plan.profile.tensor_parallel, plan.device_kind
-    device = kind if sharers == 1 else f"group of {sharers} {kind}s"
+    samples, sharers = default.samples_per_device, plan.profile.tensor_parallel
+    about = "" if plan.mini_batch / (plan.gpus or 1) == samples else "about "
+    device = plan.device_kind if sharers == 1 else f"group of {sharers} {plan.device_kind}s"
     each = f"{about}{format_count(samples, 'sample')} a {device}"
-    rule = f"Global batch {plan.mini_batch}, {each}, as none was given"
-    return [f"{rule}; {_other_batches(default)}."]
-
-
-def _other_batches(default: DefaultMiniBatch) -> str:
-    if not default.others:
-        return "half and twice of it were not tried (`mini_batch` sets another)"
-    return "; ".join(_other_batch(other) for other in default.others) + " (`mini_batch`)"
+    others = "half and twice of it were not tried (`mini_batch` sets another)"
+    if default.others:
+        others = f"{'; '.join(map(_other_batch, default.others))} (`mini_batch`)"
+    return [f"Global batch {plan.mini_batch}, {each}, as none was given; {others}."]
 
 
 def _other_batch(other: OtherMiniBatch) -> str:

@@ -249,7 +249,8 @@ def test_answer_fewer_gpus_as_a_runtime_reaches(plan: Plan) -> None:
 def test_answer_virtual_stages(plan: Plan) -> None:
     """Three devices with two parts of the layers each."""
     parts = [plan.stages[0].model_copy(update={"devices": [number % 3]}) for number in range(6)]
-    chunked = changed(plan, stages=parts, virtual_stages=2, schedule="interleaved", gpus=3, alternatives=[])
+    shape = {"stages": parts, "balance": [part.layers for part in parts], "virtual_stages": 2}
+    chunked = changed(plan, **shape, schedule="interleaved", gpus=3, alternatives=[])
     assert answer_lines(chunked) == [
         "A pipeline of 3 stages over 3 GPUs, 2 virtual stages on each, is the fastest of the plans searched: "
         "650 ms a step, 98.5 samples/s."
