@@ -26,9 +26,8 @@ from pplan import profile as measure
 from pplan.api.check import PlanInputs
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.build_plan import build_problem
+from pplan.planner.build_plan import build_problem, plan_without_comparison
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_document import plan_without_comparison
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.profiler.profile_file import Profile

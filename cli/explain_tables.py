@@ -22,7 +22,7 @@ from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import PathShare, StepLimits
-from ..planner.plan_document import PlanSummary
+from ..planner.plan_file import PlanSummary
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10

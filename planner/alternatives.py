@@ -15,8 +15,8 @@ from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ANY_SCHEDULE, INTERLEAVED, SEARCHED, ScoredPlan, watching_best
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
-from .plan_document import plan_shape, plan_stages, run_in_words, shared_weights
-from .plan_file import Alternative, Baseline
+from .plan_file import Alternative, Baseline, plan_shape, run_in_words
+from .plan_simulation import plan_stages, shared_weights
 from .planners import BASELINES, find_planner
 from .problem import Problem
 from .scoring import fastest

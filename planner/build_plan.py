@@ -4,30 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain, align_profiles
+from ..cost_models.machines import is_gpu
 from ..cost_models.memory import Recompute
-from ..cost_models.quantities import format_count, format_rate
+from ..cost_models.quantities import format_bytes, format_count, format_rate
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.timeline import step_seconds
 from ..cost_models.topology import Topology
+from ..cost_models.topology_file import UNNAMED, to_toml
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
+from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .plan_document import (
-    list_buffer_warnings,
-    list_machine_warnings,
-    list_search_warnings,
-    plan_without_comparison,
+from .plan_file import (
+    BUFFER_WARNING,
+    FIXED_PARTITION,
+    TIE,
+    DefaultMiniBatch,
+    Partition,
+    Plan,
+    Prediction,
+    ProfileReference,
+    plan_shape,
 )
-from .plan_file import FIXED_PARTITION, Partition, Plan, ProfileReference
 from .plan_options import PlanOptions
-from .plan_simulation import list_prediction_limits, optimizer_note
+from .plan_simulation import (
+    bubble,
+    list_prediction_limits,
+    optimizer_note,
+    optimizer_step,
+    plan_stages,
+    shared_weights,
+)
 from .problem import Problem
-from .scoring import assemble, fastest
+from .scoring import assemble, fastest, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .search.stage_recompute import stage_modes
@@ -272,3 +287,142 @@ def _best_trial(
     if bytes_short <= 0:
         return plan, []
     return plan, [f"it {UNFIT}: {memory_text(assembly, device, needed, bytes_short)}"]
+
+
+def plan_without_comparison(
+    problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
+) -> Plan:
+    """A candidate as a plan, without what it is compared with."""
+    topology = problem.topology
+    return Plan(
+        **dict(plan_shape(best)),
+        model=model,
+        mini_batch=problem.mini_batch,
+        order=write_order(best.proposal),
+        optimizer=problem.options.optimizer,
+        precision=problem.precision.name,
+        gradient_dtype=problem.precision.gradient_dtype,
+        zero=problem.options.zero,
+        runtime=problem.options.runtime,
+        gpus=topology.gpus,
+        gpus_per_node=topology.gpus_per_node,
+        device_kind=_device_kind(topology, profile),
+        topology=topology.describe(),
+        machine=to_toml(topology),
+        stages=plan_stages(problem.space, best),
+        tied=shared_weights(problem.space, best),
+        prediction=_prediction(problem, best, result),
+        options=_settled(problem),
+        searched=describe_search(problem),
+        default_mini_batch=_default_mini_batch(problem),
+        layer_names=list(problem.chain.names),
+        profile=profile,
+    )
+
+
+def _settled(problem: Problem) -> PlanOptions:
+    """The options; where stages may offload, with the bandwidth that was planned with."""
+    host = problem.space.host
+    return problem.options if host is None else replace(problem.options, host_bandwidth=host.bandwidth)
+
+
+def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
+    measured_on_cpu = profile.device.split(":")[0] == "cpu"
+    return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
+
+
+def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Prediction:
+    step, bound = best.step_seconds, _bound(best, result.bound_seconds)
+    sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
+    off = [problem.chain.uncertainty_at(size) for size in sizes]
+    shares = [share for share in off if share is not None]
+    interval = None
+    if problem.space.has_spread:
+        from .robust.resampling import estimate_interval  # most profiles have no spread
+
+        interval = estimate_interval(problem.space, best)
+    assembly = assemble(problem.space, best.proposal, best.recompute)
+    update = optimizer_step(assembly, best.config.micro_batches)
+    return Prediction(
+        step_seconds=step,
+        samples_per_second=problem.mini_batch / step,
+        bubble=bubble(problem.space, best),
+        lower_bound_seconds=bound,
+        gap=step / bound - 1,
+        exact=result.exact,
+        bound_covers=describe_coverage(problem, result),
+        root_bound_seconds=_bound(best, result.root_bound_seconds),
+        uncertainty=max(shares) if shares else None,
+        low_seconds=None if interval is None else interval.low_seconds,
+        high_seconds=None if interval is None else interval.high_seconds,
+        optimizer_seconds=None if update is None else update.seconds,
+    )
+
+
+def _bound(best: ScoredPlan, bound: float) -> float:
+    """The bound, less what is rounding. Raises DefectError for one above the step."""
+    if bound > best.step_seconds * (1 + TIE):
+        raise DefectError(f"a bound of {bound!r} s for a plan ({best.config}) of {best.step_seconds!r} s")
+    return min(bound, best.step_seconds)
+
+
+def list_machine_warnings(problem: Problem) -> list[str]:
+    """Warnings about unknown figures of the machine."""
+    if problem.options.memory_limit is not None:
+        return []
+    return [
+        f"the memory of {'the devices' if kind.name == UNNAMED else kind.name} is not known: no plan is "
+        "refused for what it holds; `memory` gives it"
+        for kind in problem.topology.kinds
+        if kind.memory_bytes is None
+    ]
+
+
+def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
+    """Warnings about a search of a part of the request, or one that the time limit ended before its proof.
+
+    Args:
+        problem: The problem, after its search.
+        exact: The answer is proven to be the best of all that were allowed. Then the time did not decide it.
+    """
+    warnings = []
+    if problem.unsearched_reason:
+        searched = " and ".join(problem.schedules)
+        warnings.append(
+            f"schedule={problem.options.schedule!r}: only {searched} "
+            f"{'was' if len(problem.schedules) == 1 else 'were'} searched, as {problem.unsearched_reason}"
+        )
+    if exact or not problem.budget.was_interrupted:
+        return warnings
+    return [
+        *warnings,
+        f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
+        "the answer may be another; `time_limit` gives more",
+    ]
+
+
+def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
+    """That a device of a plan for any runtime may lack room in PyTorch's pipelining, which has buffers for
+    what it receives in all micro-batches of a step (see `receive_ahead`)."""
+    others = assembly.program.splits_backward or not assembly.schedule.synchronous
+    if problem.runtime is not None or others:
+        return []
+    ahead = replace(assembly, receives_ahead=True)
+    beyond, device = max(
+        (sum(ahead.ledger(device).values()) - problem.space.limit(ranks), -device)
+        for device, ranks in enumerate(assembly.ranks)
+    )
+    if beyond <= 0:
+        return []
+    return [
+        f"{BUFFER_WARNING}{assembly.ranks[-device][0]} needs {format_bytes(beyond)} more than "
+        f"its limit: it has buffers for what a stage receives in all {assembly.program.micro_batches} "
+        "micro-batches of a step; `runtime` torch plans with them"
+    ]
+
+
+def _default_mini_batch(problem: Problem) -> DefaultMiniBatch | None:
+    """How the global batch was chosen; None where it was given."""
+    if problem.options.mini_batch is not None:
+        return None
+    return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=[])

@@ -46,7 +46,7 @@ from ..cost_models.quantities import (
 from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedule_text import SUFFIX, register_order
 from ..cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
-from .candidate import PipelineConfig, Proposal
+from .candidate import PipelineConfig, Proposal, ScoredPlan
 from .plan_options import PlanOptions
 
 if TYPE_CHECKING:
@@ -627,3 +627,57 @@ def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
         if len(values) not in (0, parts):
             raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
     other.check_shape(plan.mini_batch, where)
+
+
+class PlanSummary(PlanShape):
+    """A plan and its predicted step in a row. By part of the layers, in order: `balance`, `devices` and
+    `stage_recompute`."""
+
+    step_seconds: float
+    samples_per_second: float
+    replicas: list[int]
+    devices: list[list[int]]
+    stage_recompute: list[str]
+
+
+_PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
+
+
+def plan_recompute(plan: ScoredPlan) -> Recompute:
+    """The plan's word: `selective` where the stages differ, run their first layers again, or offload."""
+    modes = set(plan.recompute)
+    return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
+
+
+def plan_shape(plan: ScoredPlan) -> PlanShape:
+    """The layers of each part of a scored plan, and how they run."""
+    config = plan.config
+    return PlanShape(
+        balance=[end - first for first, end in plan.proposal.bounds],
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        recompute=plan_recompute(plan),
+    )
+
+
+def summarize(plan: ScoredPlan) -> PlanSummary:
+    """The summary of a scored plan."""
+    return PlanSummary(
+        **dict(plan_shape(plan)),
+        step_seconds=plan.step_seconds,
+        samples_per_second=plan.config.mini_batch / plan.step_seconds,
+        replicas=list(plan.proposal.replicas),
+        devices=[list(ranks) for ranks in plan.proposal.devices],
+        stage_recompute=list(plan.recompute),
+    )
+
+
+def run_in_words(plan: ScoredPlan) -> str:
+    """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
+    config = plan.config
+    virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
+    words = set(plan.recompute)
+    mode = (words.pop() if len(words) == 1 else "selective").replace("_", " ")
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"

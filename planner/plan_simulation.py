@@ -1,12 +1,13 @@
-"""A plan in the simulator: its candidate under any schedule, with its costs and its memory."""
+"""A plan in the simulator: its candidate under any schedule, and what the stages of a candidate hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import ceil, inf
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
@@ -27,16 +28,17 @@ from ..cost_models.quantities import (
     percent,
     three_digits,
 )
-from ..cost_models.runtime import find_runtime
+from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.schedules import find_schedule
 from ..cost_models.step_costs import Costs
 from ..cost_models.timeline import SteadyState, Timeline, simulate, steady_state, step_seconds
 from ..cost_models.topology import Topology
 from ..cost_models.topology_file import TopologyFile, parse_topology
 from .assembly import Assembly
+from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
 from .balance import balance
-from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, abbreviate
-from .plan_file import Plan
+from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, ScoredPlan, abbreviate
+from .plan_file import Plan, PlannedStage, SharedWeight, plan_recompute
 from .plan_options import Overrides
 from .scoring import assemble
 from .search.replica_group import HostMemory
@@ -558,3 +560,90 @@ def _launches_take_time(assembly: Assembly) -> bool:
         return float(step_seconds(program, own)[0])
 
     return seconds(free) < seconds(costs) * (1 - WORTH)
+
+
+def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
+    """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
+    assembly = assemble_candidate(space, plan)
+    forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
+    shares = assembly.first_shares("forward")
+    mixed = plan_recompute(plan) == "selective"
+    stages = []
+    for part, place in enumerate(assembly.program.pipes[0]):
+        (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
+        repeats = repeat_word(mode) != "never"
+        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if repeats else 0.0
+        ledger = round_ledger(assembly.ledger(place.device))
+        stages.append(
+            PlannedStage(
+                first_layer=first,
+                last_layer=end - 1,
+                replicas=len(plan.proposal.devices[part]),
+                devices=list(plan.proposal.devices[part]),
+                forward_seconds=float(forward[place][0]),
+                backward_seconds=float(backward[place][0] + recompute),
+                memory_bytes=sum(ledger.values()),
+                memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
+                memory=ledger,
+                recompute=mode if mixed else None,
+                host_bytes=_host_bytes(assembly, part) if mode == OFFLOAD else None,
+            )
+        )
+    return stages
+
+
+def _host_bytes(assembly: Assembly, part: int) -> int:
+    """What a replica keeps on its host at most, of a schedule with one stage a device."""
+    device, program = assembly.program.pipes[0][part].device, assembly.program
+    in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
+    return ceil(in_flight * assembly.offloaded_bytes(part))
+
+
+def _whole(limit: float) -> int | None:
+    return None if limit == inf else int(limit)
+
+
+def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
+    """The weights that several of its parts use."""
+    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied_sums}
+    weights = []
+    for weight in space.chain.tied:
+        parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
+        if len(parts) > 1:
+            seconds = sums.get(weight.name, 0.0)
+            weights.append(
+                SharedWeight(tensor=weight.name, bytes=round(weight.bytes), stages=parts, sum_seconds=seconds)
+            )
+    return weights
+
+
+def bubble(space: Space, plan: ScoredPlan) -> float:
+    """Idle share of the devices' time; of an asynchronous schedule in its steady state."""
+    if plan.config.schedule in ASYNCHRONOUS:
+        return steady_bubble(space, plan)
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    return simulate(assembly.program, assembly.costs()).bubble
+
+
+def energy_joules(
+    topology: Topology, busy: Mapping[int, float], step: float, watts: Mapping[str, tuple[float, float]]
+) -> float | None:
+    """Of a step of so many seconds: `busy` seconds of each rank that is used, at the watts of its kind while
+    it computes and while it waits; None where a kind has none."""
+    kinds = {rank: topology.device(rank).name for rank in busy}
+    if not set(kinds.values()) <= set(watts):
+        return None
+    power = {rank: watts[kind] for rank, kind in kinds.items()}
+    return sum(
+        seconds * power[rank][0] + max(step - seconds, 0.0) * power[rank][1] for rank, seconds in busy.items()
+    )
+
+
+def busy_seconds(stages: Iterable[PlannedStage], micro_batches: int) -> dict[int, float]:
+    """By rank, what its stages compute in a step."""
+    busy = dict[int, float]()
+    for stage in stages:
+        seconds = micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        for rank in stage.devices:
+            busy[rank] = busy.get(rank, 0.0) + seconds
+    return busy

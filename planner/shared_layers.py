@@ -16,12 +16,11 @@ from math import inf
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import either, format_seconds
-from .build_plan import build_plan
+from .build_plan import build_plan, list_search_warnings, plan_without_comparison
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan, without_plan
 from .mini_batch import smaller_defaults
-from .plan_document import list_search_warnings, plan_without_comparison
 from .plan_file import TIE, DefaultMiniBatch, DegreeResult, Plan, ProfileReference
 from .plan_options import PlanOptions
 from .problem import Problem

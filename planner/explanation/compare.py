@@ -11,9 +11,9 @@ from ...cost_models.document import Document, Record
 from ...cost_models.quantities import compare_steps, format_bytes, format_seconds, html_table
 from ..candidate import SEARCHED, ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan
-from ..plan_document import bubble, busy_seconds, energy_joules, plan_stages
 from ..plan_file import TIE, Plan
 from ..plan_options import PlanOptions
+from ..plan_simulation import bubble, busy_seconds, energy_joules, plan_stages
 from ..planners import PLANNERS
 from .explain_context import ExplainContext
 from .other_methods import OtherMethod, OtherMethodOptions, list_other_methods

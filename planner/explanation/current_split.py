@@ -11,10 +11,10 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.step_costs import Array
 from ...cost_models.timeline import Timeline
-from ..build_plan import plan_partition
+from ..build_plan import list_machine_warnings, plan_partition
 from ..candidate import SEARCHED, ScoredPlan
-from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize
-from ..plan_file import Partition, PlannedStage, ProfileReference
+from ..plan_file import Partition, PlannedStage, PlanSummary, ProfileReference, summarize
+from ..plan_simulation import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family

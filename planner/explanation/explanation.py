@@ -18,8 +18,7 @@ from ...cost_models.quantities import format_seconds
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
-from ..plan_document import PlanSummary, summarize
-from ..plan_file import TIE, Plan
+from ..plan_file import TIE, Plan, PlanSummary, summarize
 from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context

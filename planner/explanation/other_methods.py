@@ -21,7 +21,7 @@ from ...cost_models.quantities import format_count, format_seconds
 from ..alternatives import accumulating
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import plan_with
-from ..plan_document import energy_joules, plan_stages
+from ..plan_simulation import energy_joules, plan_stages
 from ..planners import find_planner
 from ..planners.asteroid import find_asteroid_plan, shared_load, shared_step
 from ..planners.hetpipe import POLICIES, HetPipePlan, find_hetpipe_plan

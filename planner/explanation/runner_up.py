@@ -17,8 +17,7 @@ import numpy as np
 
 from ...cost_models.document import Record
 from ..candidate import SEARCHED, Proposal, ScoredPlan, replicated_pipeline
-from ..plan_document import PlanSummary, summarize
-from ..plan_file import TIE
+from ..plan_file import TIE, PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.device_sets import list_shapes

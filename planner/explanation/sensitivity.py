@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ...cost_models.document import Record
 from ...cost_models.quantities import ranges
 from ..candidate import ScoredPlan
-from ..plan_document import PlanSummary, summarize
+from ..plan_file import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from .explain_context import ExplainContext

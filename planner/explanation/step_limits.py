@@ -8,8 +8,7 @@ from math import inf
 from ...cost_models.document import Record
 from ...cost_models.timeline import Timeline
 from ..candidate import ScoredPlan
-from ..plan_document import PlanSummary, summarize
-from ..plan_file import TIE
+from ..plan_file import TIE, PlanSummary, summarize
 from .critical_path import KINDS, Segment, critical_path
 from .explain_context import ExplainContext
 from .resolve import resolve, with_memory

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
+from ..build_plan import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
-from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..plan_file import TIE, Plan, ProfileReference
 from ..plan_simulation import list_prediction_limits
 from ..problem import Problem

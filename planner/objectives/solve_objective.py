@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import WPIPE, assemble_candidate
-from ..build_plan import build_plan
+from ..build_plan import build_plan, list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..candidate import UNPROPOSED
 from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..plan_file import Aim, Plan, ProfileReference
 from ..plan_simulation import list_prediction_limits
 from ..problem import Problem

@@ -21,9 +21,8 @@ from ..cost_models.step_costs import Costs
 from ..cost_models.topology import Group, Link, Topology
 from ..cost_models.topology_file import to_toml
 from ..planner.balance import balance
-from ..planner.build_plan import build_problem, plan_partition
+from ..planner.build_plan import build_problem, plan_partition, plan_without_comparison
 from ..planner.joint_search import find_best_plan
-from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import Partition, Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import Simulation, simulate_plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pplan.cli.explain_tables import describe_other
-from pplan.planner.plan_document import PlanSummary
+from pplan.planner.plan_file import PlanSummary
 
 Run = Callable[..., Any]
 

@@ -15,17 +15,15 @@ from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.plan_document import (
+from pplan.planner.plan_file import plan_recompute, run_in_words, summarize
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_simulation import (
     bubble,
     busy_seconds,
     energy_joules,
-    plan_recompute,
+    list_prediction_limits,
     plan_stages,
-    run_in_words,
-    summarize,
 )
-from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_simulation import list_prediction_limits
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 

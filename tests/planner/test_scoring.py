@@ -11,12 +11,12 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_document import plan_stages, plan_without_comparison
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
-from pplan.planner.plan_simulation import simulate_plan
+from pplan.planner.plan_simulation import plan_stages, simulate_plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import busiest_seconds, fastest
 from pplan.planner.search.branch_and_bound import SearchResult

@@ -14,9 +14,9 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_document import plan_without_comparison
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import simulate_plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cost_models.quantities import compare_percent, format_bytes, format_seconds, percent
 from ...planner.explanation.critical_path import KINDS
-from ...planner.plan_document import PlanSummary
+from ...planner.plan_file import PlanSummary
 from ...runtimes.checking.records import Check, CheckedCase
 from .page_tables import (
     Column,

@@ -9,10 +9,10 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.explanation.explain_context import ExplainContext, make_context
 from pplan.planner.explanation.explanation import Explanation, explain_plan
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_document import plan_without_comparison
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem

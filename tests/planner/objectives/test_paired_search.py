@@ -23,7 +23,7 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.objectives import paired_search, throughput
 from pplan.planner.objectives.paired_search import PairedSearch, _most_in_flight
 from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, paired_searches
-from pplan.planner.plan_document import plan_stages
+from pplan.planner.plan_simulation import plan_stages
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]
