@@ -17,6 +17,7 @@ from ..cost_models.topology import Topology
 from ..cost_models.topology_file import UNNAMED, to_toml
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
+from .asynchronous import assemble_candidate
 from .candidate import Proposal, ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
@@ -25,6 +26,8 @@ from .plan_file import (
     BUFFER_WARNING,
     FIXED_PARTITION,
     TIE,
+    Alternative,
+    Baseline,
     DefaultMiniBatch,
     Partition,
     Plan,
@@ -70,7 +73,16 @@ def solve_problem(
     answer = find_best_plan(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
-    return build_plan(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)
+    return build_plan(
+        problem,
+        answer.best,
+        answer.result,
+        answer,
+        model=model,
+        profile=profile,
+        notes=notes,
+        warnings=warnings,
+    )
 
 
 def build_problem(
@@ -102,45 +114,52 @@ def build_problem(
 
 def build_plan(
     problem: Problem,
-    answer: JointSearchResult,
+    best: ScoredPlan,
+    result: SearchResult,
+    answer: JointSearchResult | None,
     *,
     model: str,
     profile: ProfileReference,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    choice: tuple[ScoredPlan, Assembly] | None = None,
     exact: bool | None = None,
 ) -> Plan:
-    """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own.
+    """The plan of a candidate, with its comparisons, warnings and notes.
 
-    `choice`: a plan, made ready for the simulator, that warnings and notes are to be of, where an objective
-    chose another one than the fastest. `exact`: the choice is proven (default: the fastest plan is).
+    Args:
+        problem: What was asked.
+        best: The candidate: the fastest, or the one that an objective chose.
+        result: What was proven of the step of all plans.
+        answer: The fastest plan with those of named planners, for the baselines and alternatives; None for a
+            plan without comparisons.
+        model: Name of the model.
+        profile: The profile that the plan is made from.
+        notes: Notes that come before the plan's.
+        warnings: Warnings that come before the plan's.
+        exact: The candidate is proven to be the best. Defaults to that of `result`.
     """
-    best = answer.best
-    if best is None:
-        raise no_plan_fits(problem)
-    baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
-    plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
-    own_plan, assembly = choice or (best, assemble(problem.space, best.proposal, best.recompute))
-    own = list(list_prediction_limits(assembly))
-    limits = [*larger_micro_batches(problem, own_plan), *list_buffer_warnings(problem, assembly)]
-    ended = list_search_warnings(problem, exact=answer.result.exact if exact is None else exact)
-    compared = {row.size for row in baselines if row.size is not None}
-    compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
-    others = [text for text in _outside(problem, compared) if text not in own]
-    update = optimizer_note(assembly, own_plan.step_seconds, own_plan.config.micro_batches)
-    return plan.model_copy(
-        update={
-            "baselines": [row.record for row in baselines],
-            "alternatives": alternatives,
-            "warnings": list(
-                dict.fromkeys([*warnings, *list_machine_warnings(problem), *ended, *limits, *own])
-            ),
-            "notes": list(
-                dict.fromkeys([*notes, *_notes(problem), *_offload_note(problem, own_plan), *others, *update])
-            ),
-        }
-    )
+    plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
+    assembly = assemble_candidate(problem.space, best)
+    limits = list(list_prediction_limits(assembly))
+    warnings = [*warnings, *list_machine_warnings(problem)]
+    warnings += list_search_warnings(problem, exact=result.exact if exact is None else exact)
+    compared: dict[str, list[Baseline] | list[Alternative]] = {}
+    if answer is not None:
+        baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
+        compared = {"baselines": [row.record for row in baselines], "alternatives": alternatives}
+        warnings += [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
+        sizes = {row.size for row in baselines if row.size is not None}
+        sizes |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
+        outside = [text for text in _outside(problem, sizes) if text not in limits]
+        update = optimizer_note(assembly, best.step_seconds, best.config.micro_batches)
+        notes = [*notes, *_notes(problem), *_offload_note(problem, best), *outside, *update]
+    texts = {"warnings": unique([*warnings, *limits]), "notes": unique(notes)}
+    return plan.model_copy(update=compared | texts)
+
+
+def unique(texts: Iterable[str]) -> list[str]:
+    """The texts in order, each once."""
+    return list(dict.fromkeys(texts))
 
 
 def _offload_note(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
@@ -222,11 +241,9 @@ def plan_partition(
     )
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
-    texts = dict.fromkeys(
-        [*lacking, *warnings, *list_machine_warnings(problem), *list_prediction_limits(assembly)]
-    )
-    all_notes = list(dict.fromkeys([*notes, *optimizer_note(assembly, best.step_seconds)]))
-    return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
+    texts = [*lacking, *warnings, *list_machine_warnings(problem), *list_prediction_limits(assembly)]
+    notes = unique([*notes, *optimizer_note(assembly, best.step_seconds)])
+    return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": unique(texts), "notes": notes})
 
 
 def _check_cuts(problem: Problem, partition: Partition) -> None:

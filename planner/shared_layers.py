@@ -16,7 +16,7 @@ from math import inf
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import either, format_seconds
-from .build_plan import build_plan, list_search_warnings, plan_without_comparison
+from .build_plan import build_plan, list_search_warnings
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan, without_plan
@@ -117,17 +117,18 @@ def _plan(
     """The best of the plans, with what holds for all."""
     best = min(solved, key=lambda each: each.step_seconds)
     own = best.own
-    if compared:
-        plan = build_plan(
-            own.problem,
-            best.answer,
-            model=model,
-            profile=own.profile,
-            notes=own.notes,
-            warnings=own.warnings,
-        )
-    else:
-        plan = _plan_alone(best, model)
+    if best.answer.best is None:
+        raise no_plan_fits(own.problem)
+    plan = build_plan(
+        own.problem,
+        best.answer.best,
+        best.answer.result,
+        best.answer if compared else None,
+        model=model,
+        profile=own.profile,
+        notes=own.notes,
+        warnings=own.warnings,
+    )
     rows = [*map(_row, solved), *left_out]
     notes = [_words(row) for row in rows if row.tensor_parallel != own.tensor_parallel]
     prediction = plan.prediction.model_copy(update=_proof(plan, solved))
@@ -143,14 +144,6 @@ def _plan(
             "notes": [*plan.notes, *notes],
         }
     )
-
-
-def _plan_alone(best: _DegreeSolution, model: str) -> Plan:
-    own, plan = best.own, best.answer.best
-    if plan is None:
-        raise no_plan_fits(own.problem)
-    alone = plan_without_comparison(own.problem, plan, best.answer.result, model=model, profile=own.profile)
-    return alone.model_copy(update={"notes": list(own.notes), "warnings": list(own.warnings)})
 
 
 def _proof(plan: Plan, solved: Sequence[_DegreeSolution]) -> dict[str, object]:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
-from ..asynchronous import WPIPE, assemble_candidate
-from ..build_plan import build_plan, list_machine_warnings, list_search_warnings, plan_without_comparison
+from ..asynchronous import WPIPE
+from ..build_plan import build_plan, unique
 from ..candidate import UNPROPOSED
-from ..coverage import describe_order, describe_search
+from ..coverage import describe_order
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..plan_file import Aim, Plan, ProfileReference
-from ..plan_simulation import list_prediction_limits
 from ..problem import Problem
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
@@ -123,42 +122,27 @@ def _build_plan(
     """The plan of an outcome that holds one."""
     if outcome.best is None:
         raise no_plan_fits(problem)
-    best = outcome.best
-    assembly = assemble_candidate(problem.space, best)
-    exact = outcome.result.exact if outcome.aim is None else outcome.aim.exact
-    fastest_plan: Plan | None = None
-    if compared and outcome.answer.best is not None:
-        fastest_plan = build_plan(
-            problem,
-            outcome.answer,
-            model=model,
-            profile=profile,
-            notes=notes,
-            warnings=warnings,
-            choice=(best, assembly),
-            exact=exact,
-        )
-        if best == outcome.answer.best and outcome.aim is None and not outcome.notes:
-            return fastest_plan
-    own = plan_without_comparison(problem, best, outcome.result, model=model, profile=profile)
+    plan = build_plan(
+        problem,
+        outcome.best,
+        outcome.result,
+        outcome.answer if compared and outcome.answer.best is not None else None,
+        model=model,
+        profile=profile,
+        notes=notes,
+        warnings=warnings,
+        exact=outcome.result.exact if outcome.aim is None else outcome.aim.exact,
+    )
     besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT:
         from .throughput import asynchronous_refusal
 
-        own = own if asynchronous_refusal(problem) else _extend_coverage(own, besides)
-    texts = [*warnings, *list_machine_warnings(problem), *list_search_warnings(problem, exact=exact)]
-    if fastest_plan is not None:
-        texts = fastest_plan.warnings
-    return own.model_copy(
+        plan = plan if asynchronous_refusal(problem) else _extend_coverage(plan, besides)
+    return plan.model_copy(
         update={
             "objective": outcome.aim,
-            "searched": describe_search(problem) + besides,
-            "baselines": [] if fastest_plan is None else fastest_plan.baselines,
-            "alternatives": [] if fastest_plan is None else fastest_plan.alternatives,
-            "warnings": list(dict.fromkeys([*texts, *list_prediction_limits(assembly)])),
-            "notes": list(
-                dict.fromkeys([*outcome.notes, *(notes if fastest_plan is None else fastest_plan.notes)])
-            ),
+            "searched": plan.searched + besides,
+            "notes": unique([*outcome.notes, *plan.notes]),
         }
     )
 

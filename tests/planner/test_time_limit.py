@@ -91,7 +91,9 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     assert answer.best is not None
     assert answer.best.proposal.device_count > 1
     assert clock.looks < 400  # each look is a step of something that then ended
-    plan = build_plan(problem, answer, model="m", profile=ProfileReference(file="p", sha256=""))
+    plan = build_plan(
+        problem, answer.best, answer.result, answer, model="m", profile=ProfileReference(file="p", sha256="")
+    )
     assert any("the time limit of 1 s ended the search" in said for said in plan.warnings)
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 
