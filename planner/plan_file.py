@@ -100,6 +100,11 @@ class PlanShape(Record):
         """Stages of the pipeline: devices, or groups of replicas."""
         return len(self.balance) // self.virtual_stages
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """These fields alone."""
+        return {name: getattr(self, name) for name in PlanShape.model_fields}
+
     def check_shape(self, mini_batch: int, where: str = "") -> None:
         """Check that parts and micro-batches are whole. Raises ValueError, whose text begins with `where`."""
         if len(self.balance) % self.virtual_stages:
@@ -290,11 +295,23 @@ class Alternative(PlanShape):
     exact: bool = False
     reason: str = ""
     """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
+    devices: Annotated[list[DeviceIndex], Field(exclude=True)] = []
+    """Of the pipeline in turn, each one's replicas together, where they are not those from rank 0 on."""
 
     @property
     def device_count(self) -> int:
         """Number of devices that it takes."""
         return self.pipeline_stages * self.replicas
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Devices of the pipeline in turn, each one's replicas together."""
+        return tuple(self.devices or range(self.device_count))
+
+    @property
+    def part_recompute(self) -> tuple[str, ...]:
+        """The recomputation of each part of the layers."""
+        return tuple(self.stage_recompute or [self.recompute] * len(self.balance))
 
 
 class Aim(Record):

@@ -62,31 +62,7 @@ LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A partition that the runtime runs, every stage on the same number of `replicas`.
-
-    `balance` is by part: the stages, of which a device holds `virtual_stages`. `devices` are those of the
-    pipeline in turn, each one's replicas together. `stage_recompute` is by part.
-    """
-
-    balance: tuple[int, ...]
-    replicas: int
-    devices: tuple[int, ...]
-    schedule: str
-    virtual_stages: int
-    micro_batches: int
-    micro_batch_size: int
-    stage_recompute: tuple[str, ...]
-    step_seconds: float
-
-    @property
-    def recompute(self) -> str:
-        """The recomputation of all stages, for a runtime whose stages recompute alike."""
-        return self.stage_recompute[0]
-
-
-def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
+def choose(plan: Plan, runtime: Runtime) -> tuple[Alternative, str | None]:
     """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
 
     Where one process drives all stages, or a stage has buffers for all micro-batches, a plan that was not
@@ -113,10 +89,10 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     if reasons:
         why = f"{runtime.name} cannot run the plan itself: {'; '.join(reasons)}"
     elif _same_cuts(plan, best):
-        return _alternative_choice(best), None
+        return best, None
     else:
         why = f"{runtime.name} {uncounted}"
-    return _alternative_choice(best), _remark(plan, runtime, why, best)
+    return best, _remark(plan, runtime, why, best)
 
 
 def _no_alternative(plan: Plan, runtime: Runtime) -> str:
@@ -240,7 +216,7 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
 
 
 def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
-    modes = _recompute_modes(alternative)
+    modes = alternative.part_recompute
     problems = runtime.find_problems(
         alternative.schedule,
         modes,
@@ -252,38 +228,15 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
     return runtime.name in alternative.runtimes and not any(problems)
 
 
-def _recompute_modes(alternative: Alternative) -> tuple[str, ...]:
-    """The recomputation of each stage of an alternative."""
-    return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
-
-
-def _plan_choice(plan: Plan) -> Choice:
-    places = len(plan.stages) // plan.virtual_stages
-    return Choice(
-        balance=tuple(stage.layers for stage in plan.stages),
+def _plan_choice(plan: Plan) -> Alternative:
+    """The plan itself as a choice, on its devices."""
+    return Alternative(
+        **plan.shape,
+        runtimes=[],
         replicas=plan.replicas[0],
-        devices=tuple(device for stage in plan.stages[:places] for device in stage.devices),
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        micro_batches=plan.micro_batches,
-        micro_batch_size=plan.micro_batch_size,
-        stage_recompute=stage_recompute(plan),
+        stage_recompute=list(stage_recompute(plan)),
         step_seconds=plan.prediction.step_seconds,
-    )
-
-
-def _alternative_choice(alternative: Alternative) -> Choice:
-    devices = len(alternative.balance) // alternative.virtual_stages * alternative.replicas
-    return Choice(
-        balance=tuple(alternative.balance),
-        replicas=alternative.replicas,
-        devices=tuple(range(devices)),
-        schedule=alternative.schedule,
-        virtual_stages=alternative.virtual_stages,
-        micro_batches=alternative.micro_batches,
-        micro_batch_size=alternative.micro_batch_size,
-        stage_recompute=_recompute_modes(alternative),
-        step_seconds=alternative.step_seconds,
+        devices=[device for stage in plan.stages[: plan.pipeline_stages] for device in stage.devices],
     )
 
 
@@ -309,7 +262,7 @@ class ExportRequest:
 
     plan: Plan
     runtime: Runtime
-    choice: Choice
+    choice: Alternative
     remark: str | None
     device: str
     made_by: MadeBy
@@ -336,18 +289,18 @@ class ExportRequest:
         sharers = plan.profile.tensor_parallel
         return self.fields | {
             "processes": self.pipeline_size * choice.replicas * sharers,
-            "nodes": count_nodes(choice.devices, plan.gpus_per_node),
+            "nodes": count_nodes(choice.ranks, plan.gpus_per_node),
             "pipeline_size": self.pipeline_size,
             "replicas": choice.replicas,
             "order": choice.schedule,
             "virtual_stages": choice.virtual_stages,
-            "recompute": choice.recompute,
+            "recompute": choice.part_recompute[0],
         }
 
     @property
     def pipeline_size(self) -> int:
         """Devices of the pipeline."""
-        return len(self.choice.balance) // self.choice.virtual_stages
+        return self.choice.pipeline_stages
 
     @property
     def replica_samples(self) -> int:
@@ -365,7 +318,7 @@ class ExportRequest:
     def device_remark(self) -> str | None:
         """A sentence where the ranks are not to be started on devices 0, 1, ... in turn: a trainer numbers
         its processes itself."""
-        devices = self.choice.devices
+        devices = self.choice.ranks
         if devices == tuple(range(len(devices))):
             return None
         return f"Start ranks 0, 1, ... on devices {', '.join(map(str, devices))}: there the plan has them."
@@ -461,9 +414,9 @@ def export_pipe(request: ExportRequest) -> tuple[PipeExport, Remarks]:
     choice, on_cpu = request.choice, request.device == "cpu"
     arguments: dict[str, Any] = {
         "balance": list(choice.balance),
-        "devices": ["cpu" if on_cpu else f"cuda:{number}" for number in choice.devices],
+        "devices": ["cpu" if on_cpu else f"cuda:{number}" for number in choice.ranks],
         "chunks": choice.micro_batches,
-        "checkpoint": choice.recompute,
+        "checkpoint": choice.part_recompute[0],
         "granularity": request.plan.profile.granularity,
     }
     document = cast(type[PipeExport], KINDS[request.runtime.name])(**request.fields, **arguments)
@@ -493,14 +446,14 @@ def export_deepspeed(request: ExportRequest) -> tuple[DeepspeedExport, Remarks]:
         num_stages=len(choice.balance),
         replicas=choice.replicas,
         parts=stage_bounds(choice.balance),
-        devices=list(choice.devices),
+        devices=list(choice.ranks),
         config=_deepspeed_config(plan, choice),
         granularity=plan.profile.granularity,
     )
     return document, ()
 
 
-def _deepspeed_config(plan: Plan, choice: Choice) -> dict[str, Any]:
+def _deepspeed_config(plan: Plan, choice: Alternative) -> dict[str, Any]:
     """DeepSpeed holds train_batch_size to be the product of the next two and the replicas."""
     dtype, config = plan.profile.dtype, dict[str, Any]()
     if dtype == "bfloat16" and plan.gradient_dtype is not None:  # by default that depends on ZeRO
@@ -515,7 +468,7 @@ def _deepspeed_config(plan: Plan, choice: Choice) -> dict[str, Any]:
         "optimizer": _optimizer(plan),
         "pipeline": {
             "use_reentrant": False,  # the reentrant kind loses the gradients of a stage fed by plain data
-            "activation_checkpoint_interval": max(choice.balance) if choice.recompute == "always" else 0,
+            "activation_checkpoint_interval": max(choice.balance) * (choice.part_recompute[0] == "always"),
         },
         **PRECISIONS.get(dtype, {}),
         **config,
@@ -561,9 +514,9 @@ def export_torch(request: ExportRequest) -> tuple[TorchExport, Remarks]:
         stages=stages,
         replicas=choice.replicas,
         zero=plan.zero if choice.replicas > 1 else 0,
-        devices=list(choice.devices),
+        devices=list(choice.ranks),
         gpus_per_node=plan.gpus_per_node,
-        recompute=["never" if word == "except_last" else word for word in choice.stage_recompute],
+        recompute=["never" if word == "except_last" else word for word in choice.part_recompute],
         granularity=plan.profile.granularity,
         actions=action_rows(program),
     )
@@ -592,7 +545,7 @@ def export_huggingface(request: ExportRequest) -> tuple[HuggingfaceExport, Remar
         )
     places: dict[str, int] = {}
     devices = (
-        device for device, layers in zip(choice.devices, choice.balance, strict=True) for _ in range(layers)
+        device for device, layers in zip(choice.ranks, choice.balance, strict=True) for _ in range(layers)
     )
     for module, device in zip(_placed_modules(plan.layer_names), devices, strict=True):
         if places.setdefault(module, device) != device:
@@ -630,10 +583,10 @@ def export_megatron(request: ExportRequest) -> tuple[LayoutExport, Remarks]:
     stages = _blocks_by_stage(plan, model, ends, runtime)
     fields = request.trainer_fields | {"layout": write_layout(stages), "num_layers": model.blocks}
     together = None
-    if "first_layers" in recompute_kinds(choice.stage_recompute):
-        number: int | None = count_first_blocks(model, ends, choice.stage_recompute)
+    if "first_layers" in recompute_kinds(choice.part_recompute):
+        number: int | None = count_first_blocks(model, ends, choice.part_recompute)
         fields |= {"first_blocks": number, "recompute": "always"}
-    elif choice.recompute == "always":
+    elif choice.part_recompute[0] == "always":
         # As many as divide every stage: its uniform method steps through a stage by this number and does not
         # look where the stage ends.
         number = together = gcd(*stages)
@@ -861,7 +814,7 @@ def export_torchtitan(request: ExportRequest) -> tuple[TorchtitanExport, Remarks
         *("--parallelism.data_parallel_replicate_degree", "1" if zero else str(choice.replicas)),
         *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if zero else "1"),
         "--training.disable_cuda_graphs",  # they do not go with pipelines
-        f"activation_checkpoint:{'full' if choice.recompute == 'always' else 'none'}",
+        f"activation_checkpoint:{'full' if choice.part_recompute[0] == 'always' else 'none'}",
     ]
     document = TorchtitanExport(
         **request.trainer_fields,
@@ -910,7 +863,7 @@ def export_nemo(request: ExportRequest) -> tuple[NemoExport, Remarks]:
             **({"tp_size": sharers} if sharers > 1 else {}),
             "dp_size": choice.replicas,
             "dp_replicate_size": 1 if plan.zero else choice.replicas,
-            "activation_checkpointing": choice.recompute == "always",
+            "activation_checkpointing": choice.part_recompute[0] == "always",
             "pipeline": {
                 "pp_schedule": listed.schedule,
                 "pp_microbatch_size": request.replica_samples,

@@ -370,7 +370,7 @@ class PlanInputs:
         options = PlanOptions(
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
-            recompute=choice.recompute,
+            recompute=choice.part_recompute[0],
             runtime=runtime,
         )
         partition = Partition("", tuple(accumulate(choice.balance)), 1, choice.replicas)

@@ -544,7 +544,7 @@ def _check_baseline(baseline: Baseline, check: _Checks, inputs: _Inputs) -> None
 def _check_alternative(alternative: Alternative, check: _Checks, inputs: _Inputs) -> None:
     rate = inputs.plan.mini_batch / alternative.step_seconds
     check.near("samples_per_second", alternative.samples_per_second or rate, rate)
-    modes = alternative.stage_recompute or [alternative.recompute]
+    modes = alternative.part_recompute
     for name in alternative.runtimes:
         _check_runtime_runs(check, find_runtime(name), alternative, modes, [alternative.replicas])
     if inputs.chain is not None:
