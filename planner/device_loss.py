@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, groupby, pairwise, product
 from math import comb, inf
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from ..cost_models.quantities import format_count
 from ..cost_models.topology import Group
 from .candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan, Shape, near_shapes
 from .joint_search import find_best_plan
+from .plan_file import Plan
 from .problem import Problem
 from .scoring import fastest
 from .search.device_classes import is_uniform
@@ -45,12 +47,18 @@ MOST_NEAR = 200
 """Plans that are near the fastest whose devices are chosen by what they have."""
 
 
-@dataclass(frozen=True)
-class ReplannedPlan:
-    """The plan, what it moves in how many seconds, and the step of the fastest that was looked at.
-    `complete`: whether all cuts, replicas and micro-batches were; `any_devices`: on any devices, too."""
+AnyPlan = TypeVar("AnyPlan", ScoredPlan, Plan)
 
-    plan: ScoredPlan
+
+@dataclass(frozen=True)
+class Replan(Generic[AnyPlan]):
+    """The new `plan`, on the ranks of the old one, with the weights that it moves.
+
+    `move_seconds` leaves out what comes from a checkpoint. `fastest_seconds`: the step of the fastest plan
+    that was looked at. `complete`: all cuts, replicas and micro-batches were; `any_devices`: on any devices.
+    """
+
+    plan: AnyPlan
     moves: tuple[WeightMove, ...]
     move_seconds: float
     fastest_seconds: float
@@ -72,7 +80,7 @@ class ReplannedPlan:
 
 def replan_problem(
     problem: Problem, present: ScoredPlan, lost: Iterable[int], within: float = 0.05
-) -> ReplannedPlan:
+) -> Replan[ScoredPlan]:
     """The plan for the devices that are left without the `lost` ones. Raises UsageError for devices that
     there are not, or where none is left, and InfeasibleError where no plan that was looked at fits."""
     ranks = _ranks_left(problem, present, lost)
@@ -94,7 +102,7 @@ def replan_problem(
     best, fastest_seconds = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
-    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
+    return Replan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
 
 
 def _solve_left(problem: Problem, schedule: str, ranks: Sequence[int]) -> ScoredPlan | None:

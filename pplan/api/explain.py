@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +12,8 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.build_plan import plan_without_comparison
-from ..planner.device_loss import ReplannedPlan, replan_problem
+from ..planner.candidate import ScoredPlan
+from ..planner.device_loss import Replan, replan_problem
 from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.explain_context import make_context
 from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
@@ -23,7 +23,6 @@ from ..planner.plan_file import REPLANNED, Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.search.branch_and_bound import SearchResult
 from ..planner.universal_bound import universal_bound
-from ..planner.weight_moves import WeightMove
 from ..profiler.profile_file import Profile
 from .degree_profiles import one_degree
 from .load import as_plan, check_layers, profile_and_reference
@@ -140,23 +139,10 @@ def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKe
     return list_other_methods(make_problem(measured_profile, reference, machine, plan_options), own)
 
 
-@dataclass(frozen=True)
-class Replan:
-    """The new `plan`, on the ranks of the old one; the `moves` of weights that it takes, their bytes, those
-    of them that come from a checkpoint as no device has them, and the seconds that the rest takes."""
-
-    plan: Plan
-    moves: tuple[WeightMove, ...]
-    moved_bytes: int
-    checkpoint_bytes: int
-    move_seconds: float
-    fastest_seconds: float
-
-
 @describe_options(ReplanKeywords, ReplanOptions)
 def replan(
     plan: Plan | str | Path, profile: Profile | str | Path, **options: Unpack[ReplanKeywords]
-) -> Replan:
+) -> Replan[Plan]:
     """The plan for the devices of `plan` that are left without those of the ranks `lost`.
 
     Of the plans with its schedule and global batch whose step is at most the share `within` longer than the
@@ -205,10 +191,11 @@ def replan(
             update={"searched": searched, "notes": notes, "made_by": origin, "prediction": prediction}
         ),
         moves=answer.moves,
-        moved_bytes=answer.moved_bytes,
-        checkpoint_bytes=answer.checkpoint_bytes,
         move_seconds=answer.move_seconds,
         fastest_seconds=answer.fastest_seconds,
+        complete=answer.complete,
+        any_devices=answer.any_devices,
+        ranks=answer.ranks,
     )
 
 
@@ -220,7 +207,7 @@ def _on_those_left(plan: Plan) -> str:
     return ", ".join([*parts, "on the devices that are left"])
 
 
-def _list_replan_notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[str]:
+def _list_replan_notes(plan: Plan, answer: Replan[ScoredPlan], options: ReplanOptions) -> list[str]:
     lost = ", ".join(map(str, sorted(set(options.lost))))
     receivers = {move.receiver for move in answer.moves}
     moved = "no weights move"

@@ -13,7 +13,7 @@ import pytest
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner import device_loss
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.device_loss import ReplannedPlan, _Shapes
+from pplan.planner.device_loss import Replan, _Shapes
 from pplan.planner.weight_moves import (
     WeightMove,
     assign_devices,
@@ -117,7 +117,7 @@ def test_the_sender_whose_port_is_free_first() -> None:
 
 def test_bytes_that_moves_add_up_to() -> None:
     moves = (WeightMove(1, 0, 0, 1, 5), WeightMove(None, 2, 1, 1, 7), WeightMove(None, 0, 2, 2, 4))
-    own = ReplannedPlan(SimpleNamespace(), moves, 1.0, 1.0, complete=True, any_devices=True)  # type: ignore[arg-type]
+    own: Replan[Any] = Replan(SimpleNamespace(), moves, 1.0, 1.0, complete=True, any_devices=True)
     assert (own.moved_bytes, own.checkpoint_bytes) == (16, 11)
 
 
