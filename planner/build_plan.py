@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain, align_profiles
@@ -150,7 +149,10 @@ def build_plan(
         warnings += [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
         sizes = {row.size for row in baselines if row.size is not None}
         sizes |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
-        outside = [text for text in _outside(problem, sizes) if text not in limits]
+        space = replace(problem.space, past_largest=True)
+        outside = [
+            text for size in sorted(sizes) if (text := space.table(size).costs.outside) and text not in limits
+        ]
         update = optimizer_note(assembly, best.step_seconds, best.config.micro_batches)
         notes = [*notes, *_notes(problem), *_offload_note(problem, best), *outside, *update]
     texts = {"warnings": unique([*warnings, *limits]), "notes": unique(notes)}
@@ -195,12 +197,6 @@ def _notes(problem: Problem) -> list[str]:
         usable = format_count(problem.usable_gpus, "device")
         notes.append(f"{runtime.name} is one process: it reaches the {usable} of one node")
     return notes
-
-
-def _outside(problem: Problem, sizes: Iterable[int]) -> list[str]:
-    """What of the costs at these sizes was extrapolated."""
-    space = replace(problem.space, past_largest=True)
-    return [text for size in sorted(sizes) if (text := space.table(size).costs.outside)]
 
 
 def plan_partition(
@@ -309,43 +305,35 @@ def _best_trial(
 def plan_without_comparison(
     problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
-    """A candidate as a plan, without what it is compared with."""
-    topology = problem.topology
+    """A candidate as a plan, without what it is compared with. Where stages may offload, its options name the
+    bandwidth that was planned with."""
+    topology, options, host = problem.topology, problem.options, problem.space.host
+    on_cpu = profile.device.split(":")[0] == "cpu" and not any(is_gpu(kind.name) for kind in topology.kinds)
+    given, samples = options.mini_batch is not None, problem.samples_per_device
     return Plan(
         **dict(plan_shape(best)),
         model=model,
         mini_batch=problem.mini_batch,
         order=write_order(best.proposal),
-        optimizer=problem.options.optimizer,
+        optimizer=options.optimizer,
         precision=problem.precision.name,
         gradient_dtype=problem.precision.gradient_dtype,
-        zero=problem.options.zero,
-        runtime=problem.options.runtime,
+        zero=options.zero,
+        runtime=options.runtime,
         gpus=topology.gpus,
         gpus_per_node=topology.gpus_per_node,
-        device_kind=_device_kind(topology, profile),
+        device_kind="CPU" if on_cpu else "GPU",
         topology=topology.describe(),
         machine=to_toml(topology),
         stages=plan_stages(problem.space, best),
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, result),
-        options=_settled(problem),
+        options=options if host is None else replace(options, host_bandwidth=host.bandwidth),
         searched=describe_search(problem),
-        default_mini_batch=_default_mini_batch(problem),
+        default_mini_batch=None if given else DefaultMiniBatch(samples_per_device=samples),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
-
-
-def _settled(problem: Problem) -> PlanOptions:
-    """The options; where stages may offload, with the bandwidth that was planned with."""
-    host = problem.space.host
-    return problem.options if host is None else replace(problem.options, host_bandwidth=host.bandwidth)
-
-
-def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
-    measured_on_cpu = profile.device.split(":")[0] == "cpu"
-    return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
 
 
 def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Prediction:
@@ -436,10 +424,3 @@ def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
         f"its limit: it has buffers for what a stage receives in all {assembly.program.micro_batches} "
         "micro-batches of a step; `runtime` torch plans with them"
     ]
-
-
-def _default_mini_batch(problem: Problem) -> DefaultMiniBatch | None:
-    """How the global batch was chosen; None where it was given."""
-    if problem.options.mini_batch is not None:
-        return None
-    return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=[])

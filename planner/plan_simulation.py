@@ -573,7 +573,7 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
         repeats = repeat_word(mode) != "never"
         recompute = float(shares[place.device, 0, 0] * forward[place][0]) if repeats else 0.0
-        ledger = round_ledger(assembly.ledger(place.device))
+        ledger, limit = round_ledger(assembly.ledger(place.device)), space.limit(assembly.ranks[place.device])
         stages.append(
             PlannedStage(
                 first_layer=first,
@@ -583,7 +583,7 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
                 forward_seconds=float(forward[place][0]),
                 backward_seconds=float(backward[place][0] + recompute),
                 memory_bytes=sum(ledger.values()),
-                memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
+                memory_limit_bytes=None if limit == inf else int(limit),
                 memory=ledger,
                 recompute=mode if mixed else None,
                 host_bytes=_host_bytes(assembly, part) if mode == OFFLOAD else None,
@@ -597,10 +597,6 @@ def _host_bytes(assembly: Assembly, part: int) -> int:
     device, program = assembly.program.pipes[0][part].device, assembly.program
     in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
     return ceil(in_flight * assembly.offloaded_bytes(part))
-
-
-def _whole(limit: float) -> int | None:
-    return None if limit == inf else int(limit)
 
 
 def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:

@@ -11,13 +11,14 @@ from ...cost_models.schedules import find_schedule
 from ...cost_models.timeline import Timeline, simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
+from ..asynchronous import assemble_candidate
 from ..build_plan import build_problem
 from ..candidate import UNPROPOSED, ScoredPlan
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_simulation import place_plan
 from ..problem import Problem
-from ..scoring import assemble, fastest
+from ..scoring import fastest
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ExplainContext:
     @property
     def assembly(self) -> Assembly:
         """The plan for the simulator."""
-        return assemble_plan(self.problem, self.present)
+        return assemble_candidate(self.problem.space, self.present)
 
     @property
     def timeline(self) -> Timeline:
@@ -94,12 +95,7 @@ def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
     return replace(unfit, step_seconds=simulate_candidate(problem, unfit).step_seconds)
 
 
-def assemble_plan(problem: Problem, plan: ScoredPlan) -> Assembly:
-    """A scored plan for the simulator."""
-    return assemble(problem.space, plan.proposal, plan.recompute)
-
-
 def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     """The simulated step of a scored plan."""
-    assembly = assemble_plan(problem, plan)
+    assembly = assemble_candidate(problem.space, plan)
     return simulate(assembly.program, assembly.costs())
