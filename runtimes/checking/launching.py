@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -80,10 +79,9 @@ def _start_workers(
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
+        # As torchrun names them; the processes find each other by a file of their folder.
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(_free_port()),
-        # Under torchrun the variable says that its agent has a store at that port.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_PORT": "0",
     }
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
@@ -104,14 +102,6 @@ def _start_workers(
 
 def _command(folder: Path, user_names: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pplan.runtimes.checking.processes.worker", str(folder), *user_names]
-
-
-def _free_port() -> int:
-    """A port in which the processes find each other."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _environment(user_names: Sequence[str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined,unused-ignore]  # public, not exported
 
 from ....cost_models.errors import MachineError
 from ....profiler.links import LinkBench
@@ -298,10 +299,12 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     journal.begin("meeting the other processes")
     # A process may begin later with what it then hangs in.
     wait = timedelta(seconds=2 * job.timeout_seconds + LAST_SECONDS)
+    # A file, not a port: two checks that start at once could take the same one. torchrun names its own port.
+    folder, size = journal.folder, process.world_size
+    store = None if folder is None else FileStore(str(folder / "store"), size)
+    dist.init_process_group(backend, store=store, rank=process.rank, world_size=size, timeout=wait)
     if isinstance(first, DeepspeedExport):
         start_deepspeed(device.type, wait)
-    else:
-        dist.init_process_group(backend, timeout=wait)
     # What the processes find would go over the GPU with NCCL.
     talk = dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
     return backend, CheckGroup(job, device, journal, talk)

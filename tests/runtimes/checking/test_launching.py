@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,7 +21,7 @@ from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
 from pplan.runtimes.checking.deaths import Death, find_death
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from pplan.runtimes.checking.records import Case, Job, ModelSpec
+from pplan.runtimes.checking.records import Case, Job, ModelSpec, StageSeconds
 
 MakeCase = Callable[..., Case]
 MODEL = """
@@ -237,6 +239,19 @@ def test_an_interruption_leaves_nothing_behind(
         run_in_processes(job.model_copy(update={"compared_steps": 0}), ProgressCallbacks(doing=interrupt))
     assert started
     assert all(map(gone, started))
+
+
+@pytest.mark.slow
+def test_checks_that_start_at_once_take_no_port_from_each_other(
+    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where both would be told the same free port."""
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _: ("127.0.0.1", 29391))
+    seconds = StageSeconds(forward=0.01, backward=0.01)
+    job = Job(model=None, cases=[make_case("1f1b", seconds=seconds)], steps=2, warm_ups=1)
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(run_in_processes, job) for _ in range(2)]
+        assert [len(result.result().cases[0].ran.step_seconds) for result in results] == [2, 2]
 
 
 def test_processes_that_end_at_once(make_case: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
