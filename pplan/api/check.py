@@ -8,20 +8,22 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 
 from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.errors import ExportError, MachineError, PplanError, UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.memory import recompute_kinds
 from ..cost_models.quantities import format_count
-from ..cost_models.runtime import RUNNABLE, find_runtime
+from ..cost_models.runtime import OFFLOAD, RUNNABLE, find_runtime
 from ..cost_models.step_costs import Costs
 from ..cost_models.topology import Group, Link, Topology
 from ..cost_models.topology_file import to_toml
 from ..planner.balance import balance
 from ..planner.build_plan import build_problem, plan_partition, plan_without_comparison
+from ..planner.candidate import FIRST_LAYERS
 from ..planner.joint_search import find_best_plan
 from ..planner.plan_file import Partition, Plan
 from ..planner.plan_options import PlanOptions
@@ -78,9 +80,9 @@ def check(
     """Run `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
 
     The `options` are the fields of `CheckOptions`, which says what they are; those of `pplan check --help`.
-    Where a runtime other than torch does not run the plan itself, the plan's best alternative for it is
-    checked, which a note says. The processes make the model again by the name in its profile where that is
-    torchvision's or transformers' own; one of yours is named by `model`.
+    Where the runtime does not run the plan itself, the plan's best alternative for it is checked, and a note
+    says so. The processes make the model again by the name in its profile where that is torchvision's or
+    transformers' own; one of yours is named by `model`.
 
     Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
     down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
@@ -116,12 +118,10 @@ def check_plan(
             "Train it: pplan.export(plan, 'torch'), and build(..., tensor_parallel=...).",
         )
     inputs = PlanInputs(profile.chain(), *planned_machine(plan, profile, folder))
-    notes = _notes(profile, options)
-    if options.runtime != TORCH:
-        calibrates = options.calibrate or options.calibration is not None
-        check_runtime(options.runtime, emulate=options.emulate, calibrate=calibrates)
-        plan, remark = inputs.choose_plan(plan, options.runtime)
-        notes += [] if remark is None else [remark]
+    calibrates = options.calibrate or options.calibration is not None
+    check_runtime(options.runtime, emulate=options.emulate, calibrate=calibrates)
+    plan, remark = inputs.choose_plan(plan, options.runtime)
+    notes = [*_notes(profile, options), *([] if remark is None else [remark])]
     one_process = find_runtime(options.runtime).one_process
     device = choose_device(plan.device_count, options, one_process=one_process)
     cases = [inputs.prepare_case(PLAN, plan, options.runtime, device, emulate=options.emulate)]
@@ -365,15 +365,25 @@ class PlanInputs:
         about = find_runtime(runtime)
         choice, remark = choose(plan, about)
         launches = plan.runtime is not None and find_runtime(plan.runtime).one_process
-        if remark is None and (launches or not about.one_process):
-            return plan, None
+        if INSTEAD not in (remark or "") and (launches or not about.one_process):
+            return plan, remark
+        words: Any = choice.part_recompute
+        kinds = recompute_kinds(words)
+        by_stage: list[Any] = [kind for kind in (OFFLOAD, FIRST_LAYERS) if kind in kinds]
+        by_stage += ["auto"] * (len(kinds) > 1)
         options = PlanOptions(
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
-            recompute=choice.part_recompute[0],
+            recompute=by_stage[0] if by_stage else words[0],
             runtime=runtime,
         )
-        partition = Partition("", tuple(accumulate(choice.balance)), 1, choice.replicas)
+        partition = Partition(
+            "",
+            tuple(accumulate(choice.balance)),
+            choice.virtual_stages,
+            choice.replicas,
+            stage_recompute=words if by_stage and choice.virtual_stages == 1 else None,
+        )
         text = None if remark is None else remark.replace("Exported instead", "Checked instead")
         return self._plan_partition(plan, partition, options), text
 
@@ -415,7 +425,7 @@ class PlanInputs:
     ) -> CheckCase:
         """The case of a plan. Raises ExportError where the runtime does not run the plan itself."""
         document, remark = export_on(find_runtime(runtime), plan, device)
-        if remark is not None and (INSTEAD in remark or runtime != TORCH):
+        if remark is not None and INSTEAD in remark:
             raise ExportError(
                 f"check: {remark.partition(INSTEAD)[0]}",
                 f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
@@ -483,7 +493,7 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
     if runtime not in RUNNABLE:
         raise UsageError(f"check: no steps are run on {runtime!r}", f"Use one of {', '.join(RUNNABLE)}.")
     for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
-        if is_given:
+        if is_given and runtime != TORCH:
             raise UsageError(
                 f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
                 "Leave it out, or check with runtime='torch'.",

@@ -487,6 +487,32 @@ def test_the_alternative_for_the_runtime(
     assert "Checked instead its best alternative for fairscale: balance 6,6" in said
 
 
+def test_the_alternative_for_torch(
+    run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job]
+) -> None:
+    """With its replicas and the recomputation of each stage, as `pplan export torch` writes it."""
+    plan = planned("4,8")
+    other = Alternative(
+        runtimes=["torch"],
+        balance=[6, 6],
+        schedule="1f1b",
+        micro_batches=4,
+        micro_batch_size=8,
+        recompute="selective",
+        stage_recompute=["first_2", "never"],
+        step_seconds=1.0,
+    )
+    plan.model_copy(update={"alternatives": [other]}).save(here / "toy.plan.json", force=True)
+    ran = run("check", "--no-even")
+    assert ran.status == 0
+    document = jobs[0].cases[0].torch
+    assert (document.parts, document.micro_batches) == ([0, 6, 12], 4)
+    assert document.recompute == ["first_2", "never"]
+    said = " ".join(ran.out.split())
+    assert "Note: torch has buffers for all micro-batches of a step" in said
+    assert "Checked instead its best alternative for torch: balance 6,6" in said
+
+
 def test_gpus_for_one_process(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
