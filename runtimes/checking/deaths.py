@@ -6,6 +6,7 @@ processes fail next, because they lost that one: their errors are follow-ups.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,6 +42,11 @@ class Death(NamedTuple):
     exit_code: int
     time: float
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended it, other than the one with which a process aborts itself."""
+        return self.exit_code < 0 and self.exit_code != -signal.SIGABRT
+
 
 def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     """The errors that processes raised, by rank."""
@@ -51,9 +57,8 @@ def is_follow_up(death: Death, failures: Mapping[int, Mapping[str, Any]], folder
     """Return whether a process died because it lost another: it raised so, or printed so and aborted."""
     if death.rank in failures:
         return bool(failures[death.rank]["lost"])
-    return not _is_killed(death) and any(
-        word in line for line in _last_lines(folder, death.rank) for word in LOST
-    )
+    lines = _last_lines(folder, death.rank)
+    return not death.is_killed and any(word in line for line in lines for word in LOST)
 
 
 def find_death(folder: Path, deaths: Sequence[Death]) -> MachineError | None:
@@ -64,33 +69,23 @@ def find_death(folder: Path, deaths: Sequence[Death]) -> MachineError | None:
     """
     failures = read_failures(folder)
     silent = [death for death in deaths if death.rank not in failures]
-    killed = [death for death in silent if _is_killed(death)]
-    causes = killed or [death for death in silent if not is_follow_up(death, failures, folder)]
-    raised = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
-    first = min((float(failure["time"]) for failure in raised.values()), default=None)
-    if raised and not killed and (not causes or first is None or first <= causes[0].time):
-        return _raised(raised, folder)
-    if causes:
-        return _died(causes, folder)
-    if failures:
-        return _raised(failures, folder)
-    return _died(silent, folder) if silent else None
+    causes = [death for death in silent if death.is_killed]
+    causes = causes or [death for death in silent if not is_follow_up(death, failures, folder)]
+    raised = [rank for rank in failures if not failures[rank]["lost"]]
+    candidates = raised if raised or causes else list(failures)
+    first = min(candidates, key=lambda rank: float(failures[rank]["time"]), default=None)
+    is_later = bool(causes) and first is not None and causes[0].time < failures[first]["time"]
+    if first is not None and not is_later and not (causes and causes[0].is_killed):
+        return _raised(first, failures[first], folder)
+    return _died(causes or silent, folder) if silent else None
 
 
 def describe_exit(code: int) -> str:
     """How a process ended, by its exit code."""
     if code >= 0:
         return f"exit status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        return f"killed by signal {-code}"
-    return f"killed by {name} (signal {-code})"
-
-
-def advice(code: int) -> str:
-    """Advice for a process that ended so. Empty if the code alone does not say."""
-    return OUT_OF_MEMORY if code == -9 else ""
+    names = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 def while_doing(folder: Path, rank: int | str) -> str:
@@ -99,32 +94,25 @@ def while_doing(folder: Path, rank: int | str) -> str:
     return f"while {json.loads(path.read_text())['doing']}" if path.is_file() else "before it began"
 
 
-def _raised(failures: Mapping[int, Mapping[str, Any]], folder: Path) -> MachineError:
-    rank, failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
-    lost = "lost another process " if failure["lost"] else ""
-    hint = failure["hint"] or _printed(folder, rank) or "Run it alone to see more."
-    what = failure["what"]
+def _raised(rank: int, failure: Mapping[str, Any], folder: Path) -> MachineError:
+    lost, what = "lost another process " if failure["lost"] else "", failure["what"]
     if not what.startswith("check: "):  # a process that hangs says what it was doing
         what = f"check: rank {rank} {lost}{while_doing(folder, rank)}: {what}"
-    return MachineError(what, hint)
+    return MachineError(what, failure["hint"] or _printed(folder, rank) or "Run it alone to see more.")
 
 
 def _died(deaths: Sequence[Death], folder: Path) -> MachineError:
     (rank, code, _), *others = deaths
+    advice = OUT_OF_MEMORY if code == -signal.SIGKILL else ""
     hints = [
-        advice(code),
+        advice,
         *(f"Rank {other.rank} died, too: {describe_exit(other.exit_code)}." for other in others),
-        _printed(folder, rank) or ("" if advice(code) else "It printed nothing."),
+        _printed(folder, rank) or ("" if advice else "It printed nothing."),
     ]
     return MachineError(
         f"check: rank {rank} died {while_doing(folder, rank)}: {describe_exit(code)}",
         " ".join(filter(None, hints)),
     )
-
-
-def _is_killed(death: Death) -> bool:
-    """Return whether a signal ended it, other than the one with which a process aborts itself."""
-    return death.exit_code < 0 and death.exit_code != -signal.SIGABRT
 
 
 def _printed(folder: Path, rank: int) -> str:
@@ -133,14 +121,17 @@ def _printed(folder: Path, rank: int) -> str:
 
 
 def _last_lines(folder: Path, rank: int) -> list[str]:
-    return read_lines(folder / f"{rank}.stderr")[-LAST_LINES:]
-
-
-def read_lines(path: Path) -> list[str]:
     """Lines that are not blank; none where there is no file."""
-    if not path.is_file():
-        return []
-    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    path = folder / f"{rank}.stderr"
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return [line.strip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal holds the process, if the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    return False
 
 
 def end_with(parent: int) -> None:

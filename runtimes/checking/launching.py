@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...cost_models.errors import MachineError
-from .deaths import CAUSE_SECONDS, PARENT, Death, find_death, is_follow_up, read_failures, while_doing
+from .deaths import (
+    CAUSE_SECONDS,
+    PARENT,
+    Death,
+    find_death,
+    is_follow_up,
+    is_stopped,
+    read_failures,
+    while_doing,
+)
 from .records import CasePrediction, CheckMeasurements, Job
 
 POLL_SECONDS = 0.05
@@ -26,8 +34,6 @@ STARTING_SECONDS = 60.0
 """At least allowed for the processes to start: they import torch, on a busy machine all at once."""
 GRACE_SECONDS = 5.0
 """Seconds that this process waits for progress beyond the timeout by which the others watch themselves."""
-FOLDER = "pplan-check-"
-"""What the name of a check's folder begins with; the id of its process follows."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,7 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
     Raises MachineError with the words of the process that failed, died, or hangs: it began nothing anew for
     `job.timeout_seconds`.
     """
-    _remove_abandoned_folders()
-    with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as name:
+    with tempfile.TemporaryDirectory(prefix="pplan-check-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
         (folder / PARENT).write_text(json.dumps(os.getpid()))
@@ -56,17 +61,6 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
         if (error := find_death(folder, deaths)) is not None:
             raise error
         return CheckMeasurements.model_validate_json((folder / "found.json").read_text())
-
-
-def _remove_abandoned_folders() -> None:
-    """Removes what checks that were killed left in the temporary folder."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
-        process = folder.name.removeprefix(FOLDER).partition("-")[0]
-        with contextlib.suppress(OSError, ValueError):
-            try:
-                os.kill(int(process), 0)
-            except ProcessLookupError:
-                shutil.rmtree(folder)
 
 
 @contextmanager
@@ -154,9 +148,10 @@ def _watch(
         all_began = len(doing) == job.processes
         time_limit = job.timeout_seconds if all_began else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > time_limit + GRACE_SECONDS:
-            what = f"check: rank 0 waits {while_doing(folder, 0)}"
+            stopped = [rank for rank, worker in running.items() if is_stopped(worker.pid)]
+            what = f"rank {stopped[0]} is stopped, rank 0 waits" if stopped else "rank 0 waits"
             raise MachineError(
-                f"{what}: nothing went on for {job.timeout_seconds:g} s",
+                f"check: {what} {while_doing(folder, 0)}: nothing went on for {job.timeout_seconds:g} s",
                 "Give a longer `timeout`, if that is how long it takes. Else see that no process is stopped.",
             )
     _report_predictions(folder, callbacks, predictions)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ....cost_models.runtime import find_runtime
 from ....profiler.passes.clocks import clock_for
 from ....profiler.user_model.loaded_model import ModelInput
-from ... import fairscale, torchgpipe
 from ...deepspeed import build as build_deepspeed
-from ...documents import DeepspeedExport, FairscaleExport, TorchgpipeExport
+from ...documents import DeepspeedExport
 from ...pipelining.runtime_internals import wrap_instructions
 from ...pipelining.stage import InputForm, StageLoss, StageModule
 from ...torch_actions import splits_backward
@@ -30,20 +31,13 @@ from .trained_model import LEARNING_RATE, TrainingTarget, apply_sgd
 class PipelineAdapter(ABC):
     """A case that its runtime has built in this process.
 
-    `devices`: of the pipeline, those that this process computes on, in their order.
+    `devices`: of the pipeline, those that this process computes on, in their order. `model`: all layers of
+    this process, as they are trained. `stamps`: of the actions since `watch`.
     """
 
     devices: Sequence[torch.device]
-
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """All layers of this process, as they are trained."""
-
-    @property
-    @abstractmethod
-    def stamps(self) -> Sequence[ActionStamps]:
-        """The stamps of the actions since `watch`."""
+    model: nn.Module
+    stamps: Sequence[ActionStamps]
 
     @abstractmethod
     def measure_stages(self) -> dict[int, StageSeconds]:
@@ -65,9 +59,9 @@ class PipelineAdapter(ABC):
     def watch(self) -> None:
         """Stamps every action from now on."""
 
-    @abstractmethod
     def stage_seconds(self) -> dict[int, StageSeconds]:
         """The seconds of each stage of this process, from the stamps."""
+        return {stage: seconds for own in self.stamps for stage, seconds in own.stages().items()}
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """The case is over."""
@@ -90,20 +84,11 @@ class PipeAdapter(PipelineAdapter):
 
     def __init__(self, case: Case, target: TrainingTarget) -> None:
         self.case, self._target, self._threads = case, target, threading.enumerate()
-        self._pipe: Any = _build_pipe(case, target)
+        runtime = import_module(f"...{find_runtime(case.document.runtime).module}", __package__)
+        self._pipe: Any = runtime.build(case.document, target.layers, target.example.layer_input)
+        self.model = self._pipe
         self.devices = [torch.device(device) for device in self._pipe.devices]
-        self._stamps: list[PartitionStamps] = []
-
-    @property
-    def model(self) -> nn.Module:
-        """All stages of the pipe."""
-        pipe: nn.Module = self._pipe
-        return pipe
-
-    @property
-    def stamps(self) -> Sequence[ActionStamps]:
-        """The stamps of each stage."""
-        return self._stamps
+        self.stamps: list[PartitionStamps] = []
 
     def measure_stages(self) -> dict[int, StageSeconds]:
         """Each stage is fed what the one before makes of a micro-batch."""
@@ -136,33 +121,23 @@ class PipeAdapter(PipelineAdapter):
         return [loss.detach()]
 
     def _set_backward(self, *, runs: bool) -> None:
-        for stamps in self._stamps:
+        for stamps in self.stamps:
             stamps.backward_runs = runs
 
     def watch(self) -> None:
         """Stamps the actions by hooks on the partitions."""
-        pairs = zip(self._pipe.partitions, self.devices, strict=True)
-        self._stamps = [PartitionStamps(partition, device) for partition, device in pairs]
-
-    def stage_seconds(self) -> dict[int, StageSeconds]:
-        """The measured seconds of all stages."""
-        return {number: stamps.stage() for number, stamps in enumerate(self._stamps)}
+        stages = enumerate(zip(self._pipe.partitions, self.devices, strict=True))
+        self.stamps = [PartitionStamps(number, *partition) for number, partition in stages]
 
     def close(self) -> None:
-        """The pipe and its threads are gone."""
-        for stamps in self._stamps:
+        """Drop the pipe and wait for FairScale's threads: a living Pipe would keep the interpreter from
+        ending, and a thread whose end meets the interpreter's may abort it."""
+        for stamps in self.stamps:
             stamps.remove()
-        self._stamps, self._pipe = [], None
-        _end_threads(self._threads)
-
-
-def _build_pipe(case: Case, target: TrainingTarget) -> Any:
-    document, example = case.document, target.example.layer_input
-    if isinstance(document, FairscaleExport):
-        return fairscale.build(document, target.layers, example)
-    if isinstance(document, TorchgpipeExport):
-        return torchgpipe.build(document, target.layers, example)
-    raise ValueError(f"{document.runtime} has a process for each stage")
+        del self.stamps, self._pipe, self.model
+        gc.collect()
+        for thread in set(threading.enumerate()).difference(self._threads):
+            thread.join(timeout=10)
 
 
 def _outputs(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -180,14 +155,6 @@ def _micro_batches(output: Any, count: int) -> list[Any]:
     return list(zip(*(tensor.chunk(count) for tensor in output), strict=True))
 
 
-def _end_threads(others: Iterable[threading.Thread]) -> None:
-    """Waits for FairScale's threads after its Pipe is gone: a living Pipe would keep the interpreter from
-    ending, and a thread whose end meets the interpreter's may abort it."""
-    gc.collect()
-    for thread in set(threading.enumerate()).difference(others):
-        thread.join(timeout=10)
-
-
 class TorchAdapter(PipelineAdapter):
     """This process's stages of a case."""
 
@@ -203,17 +170,7 @@ class TorchAdapter(PipelineAdapter):
             loss_fn=self._stamps.time_calls(len(case.parts) - 2, "loss", target.loss),
             device=device,
         )
-        self._model = nn.ModuleList(self.process.wrapped.values())
-
-    @property
-    def model(self) -> nn.Module:
-        """The stages of this process."""
-        return self._model
-
-    @property
-    def stamps(self) -> Sequence[ActionStamps]:
-        """The stamps of this process."""
-        return [self._stamps]
+        self.model, self.stamps = nn.ModuleList(self.process.wrapped.values()), [self._stamps]
 
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """The input of each of this process's stages for a micro-batch."""
@@ -230,7 +187,7 @@ class TorchAdapter(PipelineAdapter):
         """Measures each stage as the schedule runs it, without the replicas' exchange of gradients."""
         last, seconds = len(self.document.parts) - 2, {}
         for stage, module in self.process.wrapped.items():
-            inner = _stage_inside(module)
+            inner = cast(StageModule, getattr(module, "module", module))  # inside DistributedDataParallel
             seconds[stage] = measure_isolated(
                 inner,
                 self._inputs[stage],
@@ -263,17 +220,6 @@ class TorchAdapter(PipelineAdapter):
             input_only = self._stamps.time_calls(index, "input", stage.backward_one_chunk)
             stage.backward_one_chunk = _choose_backward(full, input_only)
 
-    def stage_seconds(self) -> dict[int, StageSeconds]:
-        """The measured seconds of this process's stages."""
-        return self._stamps.stages()
-
-
-def _stage_inside(module: nn.Module) -> StageModule:
-    """The stage inside DistributedDataParallel."""
-    inner: Any = getattr(module, "module", module)
-    stage: StageModule = inner
-    return stage
-
 
 def _choose_backward(full: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
     """A backward of all gradients, or of the input's alone."""
@@ -291,10 +237,9 @@ class DeepspeedAdapter(PipelineAdapter):
     """One stage of a case. Plain SGD takes the place of the plan's optimizer, as for the plain model."""
 
     def __init__(self, case: Case, target: TrainingTarget, device: torch.device) -> None:
-        document = case.document
-        if not isinstance(document, DeepspeedExport):
-            raise TypeError(f"{case.name} is for {document.runtime}")
         import deepspeed
+
+        document = cast(DeepspeedExport, case.document)
 
         self.case, self.document, self.devices, self._loss = case, document, [device], target.loss
         self.stage, self.replica = divmod(dist.get_rank(), document.replicas)
@@ -305,18 +250,7 @@ class DeepspeedAdapter(PipelineAdapter):
         optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=stage, optimizer=optimizer, config=config)
-        self._stamps = ActionStamps(clock_for(device))
-
-    @property
-    def model(self) -> nn.Module:
-        """The stage of this process."""
-        module: nn.Module = self.engine.module
-        return module
-
-    @property
-    def stamps(self) -> Sequence[ActionStamps]:
-        """The stamps of this process."""
-        return [self._stamps]
+        self.model, self.stamps = self.engine.module, [ActionStamps(clock_for(device))]
 
     def measure_stages(self) -> dict[int, StageSeconds]:
         """Measures this process's stage alone."""
@@ -351,13 +285,9 @@ class DeepspeedAdapter(PipelineAdapter):
         """Every forward and backward of the engine, which looks up what an instruction does."""
         from deepspeed.runtime.pipe import schedule
 
-        timed = partial(self._stamps.time_calls, self.stage)
+        timed = partial(self.stamps[0].time_calls, self.stage)
         wrappers = {
             schedule.ForwardPass: partial(timed, "forward"),
             schedule.BackwardPass: partial(timed, "backward"),
         }
         wrap_instructions(self.engine, wrappers)
-
-    def stage_seconds(self) -> dict[int, StageSeconds]:
-        """The measured seconds of this process's stage."""
-        return {self.stage: self._stamps.stages()[self.stage]}

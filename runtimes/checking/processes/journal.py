@@ -2,13 +2,11 @@
 
 A process that waits for the others ends with the timeout of torch.distributed, and cannot tell which of them
 hangs. The one that hangs in the model, or in its data, can: it reports what it was doing and where it stands,
-and ends. Then `pplan check`, or torchrun, ends the others. If a process is stopped, the first live process on
-its node reports it.
+and ends. Then `pplan check`, or torchrun, ends the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -37,6 +35,11 @@ class RankJournal:
         self.doing, self.since = "", time.monotonic()
         self._predictions = 0
         self._steps = 0
+
+    @property
+    def while_doing(self) -> str:
+        """The last action, as messages name it."""
+        return f"while {self.doing}" if self.doing else "before it began"
 
     def listen(self) -> None:
         """End this process with the one that started it."""
@@ -92,12 +95,11 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 STATUS = 2
 """Of what the user or the machine must change."""
 POLL_SECONDS = 0.5
-STOPPED_HINT = "Find what sent process {} a signal to stop (SIGSTOP): a debugger, or a job manager."
 
 
 class HangWatch:
     """While it is entered, a thread that ends the process as soon as it has begun nothing anew for `seconds`
-    and does not wait for another process, or waits while one of this torchrun's is stopped.
+    and does not wait for another process.
 
     A process that waits for its GPU is left alone: what that waits for may be another process.
     """
@@ -122,56 +124,19 @@ class HangWatch:
                 continue
             frames = _frames()
             if frames and not _waits_for_others(frames):
-                self._end(f"rank {self._journal.rank} hangs", f"It stands at {frames[0]}.")
-            elif stopped := _find_stopped(self._journal.rank):
-                rank, pid = stopped
-                self._end(
-                    f"rank {rank} is stopped, rank {self._journal.rank} waits", STOPPED_HINT.format(pid)
-                )
+                self._end(f"It stands at {frames[0]}.")
 
-    def _end(self, what: str, hint: str) -> None:
+    def _end(self, hint: str) -> None:
         """Ends the process, whatever its main thread is in, with two lines as of any other error."""
-        doing = self._journal.doing
-        started = f"while {doing}" if doing else "before it began"
-        what = f"check: {what} {started}: nothing went on for {self._seconds:g} s"
+        journal = self._journal
+        what = (
+            f"check: rank {journal.rank} hangs {journal.while_doing}: nothing went on for {self._seconds:g} s"
+        )
         failure = {"what": what, "hint": hint, "lost": False, "time": time.time()}
-        self._journal.write(f"{self._journal.rank}.failed", failure)
+        journal.write(f"{journal.rank}.failed", failure)
         for line in (f"pplan: {what}", f"  {hint}"):
             print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
         os._exit(STATUS)
-
-
-def _find_stopped(rank: int) -> tuple[int, int] | None:
-    """Rank and id of the first process beside this one, in the same torchrun, that is stopped; None where
-    none is, or a process of a lower rank than this one can say so."""
-    pids = {other: pid for pid in _children(os.getppid()) if (other := _rank(pid)) is not None}
-    stopped = {other: pid for other, pid in pids.items() if is_stopped(pid)}
-    if not stopped or rank != min(pids.keys() - stopped.keys(), default=rank):
-        return None
-    return min(stopped.items())
-
-
-def _rank(pid: int) -> int | None:
-    """The rank that torchrun gave a process; None where it is none of torchrun's, or has ended."""
-    with contextlib.suppress(OSError, ValueError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return int(variable.removeprefix(b"RANK="))
-    return None
-
-
-def _children(pid: int) -> list[int]:
-    """The processes that a process started, where the system tells."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal holds the process, if the system tells."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
-    return False
 
 
 IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"

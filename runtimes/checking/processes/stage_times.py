@@ -22,9 +22,12 @@ from ....profiler.torch_internals import backward_parts
 from ...pipelining.stage import pack_tensor
 from ..records import StageSeconds
 
+KINDS = ("forward", "loss", "backward", "again", "input", "weight")
+"""Of actions; `again` is a forward that the backward runs."""
+
 
 class ActionStamps:
-    """The seconds of a process's actions, by stage and kind: forward, loss, backward, input, weight."""
+    """The seconds of a process's actions, by stage and kind."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -55,32 +58,23 @@ class ActionStamps:
         self._seconds.clear()
 
     def stages(self) -> dict[int, StageSeconds]:
-        """Medians over all micro-batches of all steps; the last stage's forward has the loss in it."""
+        """Medians over all micro-batches of all steps, with the loss and with what a backward recomputes."""
         seconds: dict[int, StageSeconds] = {}
         for stage in {stage for stage, _ in self._seconds}:
-            medians = {
-                kind: self._median(stage, kind) for kind in ("forward", "loss", "backward", "input", "weight")
-            }
-            backward = medians["backward"] or medians["input"] + medians["weight"]
-            seconds[stage] = StageSeconds(
-                forward=medians["forward"] + medians["loss"],
-                backward=backward,
-                input=medians["input"],
-                weight=medians["weight"],
+            forward, loss, backward, again, input, weight = (
+                median(self._seconds.get((stage, kind), [0.0])) for kind in KINDS
             )
+            whole = backward + again or input + weight
+            seconds[stage] = StageSeconds(forward=forward + loss, backward=whole, input=input, weight=weight)
         return seconds
-
-    def _median(self, stage: int, kind: str) -> float:
-        seconds = self._seconds.get((stage, kind))
-        return median(seconds) if seconds else 0.0
 
 
 class PartitionStamps(ActionStamps):
     """The seconds of one stage on its device. `backward_runs`: set while the step goes backward."""
 
-    def __init__(self, partition: nn.Module, device: torch.device) -> None:
+    def __init__(self, number: int, partition: nn.Module, device: torch.device) -> None:
         super().__init__(clock_for(device))
-        self.backward_runs = False
+        self.number, self.backward_runs = number, False
         self._forward: Any = None
         self._backward: list[Any] = []
         self._handles = [
@@ -100,11 +94,6 @@ class PartitionStamps(ActionStamps):
         for handle in self._handles:
             handle.remove()
 
-    def stage(self) -> StageSeconds:
-        """Medians over all micro-batches of all steps; the backward with what it recomputes."""
-        backward = self._median(0, "backward") + self._median(0, "again")
-        return StageSeconds(forward=self._median(0, "forward"), backward=backward)
-
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
         tensors = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
         if not any(tensor.requires_grad for tensor in tensors):
@@ -115,7 +104,7 @@ class PartitionStamps(ActionStamps):
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         kind = "again" if self.backward_runs else "forward"
-        self._pending.append((0, kind, self._forward, self._clock.stamp()))
+        self._pending.append((self.number, kind, self._forward, self._clock.stamp()))
         return _mark_gradients(output, self._begin_backward)
 
     def _watch_parameters(self) -> None:
@@ -137,7 +126,7 @@ class PartitionStamps(ActionStamps):
     def _close(self) -> None:
         """The backward that is over: until the last of the gradients."""
         if len(self._backward) == 2:
-            self._pending.append((0, "backward", *self._backward))
+            self._pending.append((self.number, "backward", *self._backward))
         self._backward = []
 
 

@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class CheckGroup:
-    """The processes of a check, as one of them sees them; one alone needs no torch.distributed.
+    """The processes of a check, as one of them sees them.
 
     `talk`: the group in which they tell each other what they found; None for the default one.
     """
@@ -82,20 +82,16 @@ class CheckGroup:
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that reports."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return dist.get_rank() == 0
 
     def gather(self, own: T) -> list[T]:
         """Gathers a value of every process, by rank."""
-        if not dist.is_initialized():
-            return [own]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own, group=self.talk)
         return everyone
 
     def compute_on_last(self, compute: Callable[[], T]) -> T:
         """Computes on the last process; the others wait for the result."""
-        if not dist.is_initialized():
-            return compute()
         objects: list[Any] = [None]
         last = dist.get_world_size() - 1
         if dist.get_rank() == last:
@@ -103,11 +99,6 @@ class CheckGroup:
         dist.broadcast_object_list(objects, src=last, group=self.talk)
         value: T = objects[0]
         return value
-
-    def wait(self) -> None:
-        """Waits until all processes are here."""
-        if dist.is_initialized():
-            dist.barrier()
 
 
 class CaseRun:
@@ -153,7 +144,7 @@ class CaseRun:
 
     def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
         """Predicts the case from its stages measured alone."""
-        self.group.wait()
+        dist.barrier()
         stages = self._by_stage(self.group.gather(pipeline.measure_stages()))
         corrections = self.corrections
         prediction = CasePrediction(
@@ -206,7 +197,7 @@ class CaseRun:
             if number == self.job.warm_ups:
                 _forget_stamps(pipeline)
             batch = pipeline.feed(samples)
-            self.group.wait()
+            dist.barrier()
             start = time.perf_counter()
             pipeline.step(batch)
             for device in _gpus(pipeline.devices):
@@ -290,10 +281,10 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
 def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, CheckGroup]:
     """The backend, and the processes, which have found each other."""
     first = job.cases[0].document
-    if isinstance(first, PipeExport):
-        return "one process", CheckGroup(job, torch.device(first.devices[0]), journal)
     backend, device = "gloo", torch.device("cpu")
-    if job.device == "cuda":
+    if isinstance(first, PipeExport):
+        device = torch.device(first.devices[0])
+    elif job.device == "cuda":
         backend, device = "nccl", torch.device("cuda", process.local_rank)
         torch.cuda.set_device(device)
     journal.begin("meeting the other processes")
@@ -307,7 +298,8 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
         start_deepspeed(device.type, wait)
     # What the processes find would go over the GPU with NCCL.
     talk = dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
-    return backend, CheckGroup(job, device, journal, talk)
+    name = "one process" if isinstance(first, PipeExport) else backend
+    return name, CheckGroup(job, device, journal, talk)
 
 
 def _leave() -> None:
@@ -316,9 +308,8 @@ def _leave() -> None:
     DistributedDataParallel keeps its group alive in a circle of references. A thread of gloo that still runs
     when Python ends aborts the process where it lets go of a tensor (PyTorch issue 190489).
     """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _build_adapter(device: torch.device, case: Case, target: TrainingTarget) -> PipelineAdapter:
@@ -365,11 +356,12 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
-        doing = f"while {journal.doing}" if journal.doing else "before it began"
         hint = failure["hint"] or _hint(failure)
         if not failure["lost"]:
-            raise RankFailedError(f"check: rank {process.rank} {doing}: {failure['what']}", hint) from error
-        what = f"check: rank {process.rank} lost another {doing}: {failure['what']}"
+            raise RankFailedError(
+                f"check: rank {process.rank} {journal.while_doing}: {failure['what']}", hint
+            ) from error
+        what = f"check: rank {process.rank} lost another {journal.while_doing}: {failure['what']}"
         raise LostRankError(what, hint, tells=process.local_rank == 0) from error
 
 

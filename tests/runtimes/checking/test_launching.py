@@ -114,7 +114,7 @@ def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
 
 
 PRETENDING = """
-    import json, os, sys, time
+    import json, os, signal, sys, time
     from pathlib import Path
 
     from pplan.runtimes.checking.deaths import PARENT, end_with
@@ -135,6 +135,8 @@ PRETENDING = """
         write("0.failed", {{"what": "gone", "hint": "", "lost": True, "time": 1.0}})
     if how == "fails":
         sys.exit(1)
+    if how == "stops" and number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(3600)
 """
 
@@ -168,6 +170,20 @@ def test_a_process_that_hangs(make_case: MakeCase, started: list[int]) -> None:
     assert caught.value.what == f"check: rank 1 hangs while {doing}: nothing went on for 8 s"
     assert "in stuck_in_the_model" in caught.value.hint
     assert len(started) == 2
+    assert all(map(gone, started))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_a_process_that_is_stopped(
+    make_case: MakeCase, pretend: Callable[[str], None], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    pretend("stops")
+    with pytest.raises(
+        MachineError, match=r"^check: rank 1 is stopped, rank 0 waits while step 1 \(plan\): "
+    ):
+        run_in_processes(Job(model=None, cases=[make_case("1f1b")], timeout_seconds=1))
     assert all(map(gone, started))
 
 

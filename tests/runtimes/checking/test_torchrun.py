@@ -36,7 +36,6 @@ from pplan.runtimes.checking.records import (
 MakeCase = Callable[..., Case]
 MODEL = """
     import os
-    import signal
     import time
     from pathlib import Path
 
@@ -53,17 +52,11 @@ MODEL = """
         time.sleep(3600)
 
 
-    def stops():
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
     class Layer(nn.Linear):
         def forward(self, value):
             CALLS[0] += 1
-            if CALLS[0] > AFTER:
-                for fault in (blocks, stops):
-                    if Path(f"{fault.__name__}.{RANK}").exists():
-                        fault()
+            if CALLS[0] > AFTER and Path(f"blocks.{RANK}").exists():
+                blocks()
             return super().forward(value)
 
 
@@ -92,8 +85,7 @@ STEPS = 50_000
 TIMEOUT_SECONDS = 20
 """After which a rank hangs: of processes that share two cores with others' a step takes no second."""
 GENEROUS_SECONDS = 400
-"""Importing torch twice, the time limit, and the time after which torchrun kills a stopped process: half a
-minute, where it has no option that says less."""
+"""Importing torch twice, the time limit, and the time that torchrun takes to end the other process."""
 
 
 def make_plan(folder: Path) -> None:
@@ -172,24 +164,21 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Torchrun]]:
-    """By the fault, side by side: what they do most is wait."""
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
+    """One that waits most of the time, beside the cases that train."""
     folder = tmp_path_factory.mktemp("torchrun")
     make_plan(folder / "plan")
-    with contextlib.ExitStack() as stack:
-        every = {}
-        for fault, rank in (("blocks", 1), ("stops", 0)):
-            every[fault] = Torchrun(folder / "plan", folder / fault, fault, rank)
-            stack.callback(every[fault].end)
-        yield every
+    blocks = Torchrun(folder / "plan", folder / "blocks", "blocks", 1)
+    yield blocks
+    blocks.end()
 
 
 @pytest.fixture(scope="module")
 def trained(
-    make_case: MakeCase, torchruns: object, tmp_path_factory: pytest.TempPathFactory
+    make_case: MakeCase, torchrun: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[CheckMeasurements, list[tuple[str, CasePrediction]]]]:
     """Cases of one model, and one whose stages wait, in the same two processes."""
-    del torchruns  # they go on meanwhile
+    del torchrun  # they go on meanwhile
     folder = tmp_path_factory.mktemp("trained")
     (folder / "checked_models.py").write_text(dedent(TRAINED))
     said: list[tuple[str, CasePrediction]] = []
@@ -267,23 +256,10 @@ def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None
 
 
 @pytest.mark.slow
-def test_one_that_blocks_says_where_it_stands(torchruns: dict[str, Torchrun]) -> None:
+def test_one_that_blocks_says_where_it_stands(torchrun: Torchrun) -> None:
     """The other, if it has time to, says that it lost it."""
-    (what, hint), *others = torchruns["blocks"].wait()
+    (what, hint), *others = torchrun.wait()
     assert re.fullmatch(r"pplan: check: rank 1 hangs while step \d+ \(plan\): nothing went on for 20 s", what)
     assert re.fullmatch(r"  It stands at .*/hanging\.py:\d+, in blocks\.", hint)
     lost = r"pplan: check: rank (1 died, rank 0 lost it|0 lost another) while step \d+ \(plan\): "
     assert all(re.match(lost, own) for own, _ in others)
-
-
-@pytest.mark.slow
-def test_of_one_that_is_stopped_the_other_says_it(torchruns: dict[str, Torchrun]) -> None:
-    """And torchrun kills it."""
-    torchrun = torchruns["stops"]
-    ((what, hint),) = torchrun.wait()
-    assert re.fullmatch(
-        r"pplan: check: rank 0 is stopped, rank 1 waits while step \d+ \(plan\): nothing went on for 20 s",
-        what,
-    )
-    pid = (torchrun.folder / "0.pid").read_text()
-    assert hint.startswith(f"  Find what sent process {pid} a signal to stop (SIGSTOP)")

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +15,7 @@ from faults import make_job
 from pplan.profiler.torchrun_env import TorchrunEnv
 from pplan.runtimes.checking.processes import journal as hang_watch
 from pplan.runtimes.checking.processes import worker
-from pplan.runtimes.checking.processes.journal import HangWatch, RankJournal, is_stopped
+from pplan.runtimes.checking.processes.journal import HangWatch, RankJournal
 from pplan.runtimes.checking.records import Job
 
 HANGS = """
@@ -101,27 +96,6 @@ def test_the_thread_that_computes(first: str) -> None:
     assert hang_watch.busy_frames(dump)[0] == "/models/mine.py:12, in forward"
     assert hang_watch.busy_frames(threads["main"])[0] == "/python/threading.py:320, in wait"
     assert hang_watch.busy_frames("") == []
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-def test_one_that_is_stopped_is_told_by_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three, here the children of this process, the first and the last are stopped."""
-    with contextlib.ExitStack() as stack:
-        pids = []
-        for rank in range(3):
-            child = subprocess.Popen(
-                [sys.executable, "-c", "import time; time.sleep(3600)"], env=os.environ | {"RANK": str(rank)}
-            )
-            stack.enter_context(child)
-            stack.callback(child.kill)
-            pids.append(child.pid)
-        monkeypatch.setattr(os, "getppid", os.getpid)
-        assert [hang_watch._find_stopped(rank) for rank in range(3)] == [None] * 3
-        for rank, told in ((2, [(2, pids[2]), None]), (0, [None, (0, pids[0])])):
-            os.kill(pids[rank], signal.SIGSTOP)
-            while not is_stopped(pids[rank]):
-                time.sleep(0.01)
-            assert [hang_watch._find_stopped(rank) for rank in range(2)] == told
 
 
 @pytest.mark.parametrize("error", ["Connection reset by peer", "a fault of its own"])

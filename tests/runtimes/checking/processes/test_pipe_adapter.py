@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pplan.profiler.passes.clocks import CpuClock
@@ -50,6 +51,14 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """The process group of a check in one process."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(params=["torchgpipe", "fairscale"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
     """A runtime that is installed. FairScale's threads must be gone when the interpreter ends."""
@@ -58,7 +67,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:forward changes 2.running_mean")
-@pytest.mark.usefixtures("models")
+@pytest.mark.usefixtures("models", "one_process")
 @pytest.mark.parametrize(
     ("model", "balance", "checkpoint", "again"),
     [
@@ -165,7 +174,8 @@ def test_each_stage_has_its_own_seconds(
         pipe = torchgpipe.build(torchgpipe.TorchgpipeExport(**fields), layers)
     else:
         pipe = fairscale.build(fairscale.FairscaleExport(**fields), layers)
-    stamps = [PartitionStamps(partition, torch.device("cpu")) for partition in pipe.partitions]
+    cpu = torch.device("cpu")
+    stamps = [PartitionStamps(stage, partition, cpu) for stage, partition in enumerate(pipe.partitions)]
     for _ in range(2):
         loss = pipe(torch.ones(6, 3)).sum()
         for own in stamps:
@@ -176,11 +186,12 @@ def test_each_stage_has_its_own_seconds(
             own.settle()
     again = 0.0 if checkpoint == "never" else 1.0
     expected = [(5.0, 10.0 + 5.0 * again), (16.0, 32.0 + 16.0 * again), (64.0, 128.0 + 64.0 * again)]
-    assert [(own.stage().forward, own.stage().backward) for own in stamps] == expected
+    seconds = [own.stages()[stage] for stage, own in enumerate(stamps)]
+    assert [(stage.forward, stage.backward) for stage in seconds] == expected
     recomputed = {"never": 0, "always": 3, "except_last": 2}[checkpoint]
     assert clock.time == 2 * (3 * (85.0 + 170.0) + recomputed * 85.0)
     for own in stamps:
         own.remove()
         own.forget()
     pipe(torch.ones(6, 3)).sum().backward()
-    assert all(own.stage().forward == 0.0 for own in stamps)
+    assert not any(own.stages() for own in stamps)
