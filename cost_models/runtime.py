@@ -79,6 +79,10 @@ class Runtime:
     trains by the file, and `pplan check` does not run it."""
     script_imports: str = field(default="build", compare=False)
     """Names of `module` that a script imports."""
+    first_rank: str = field(default="", compare=False)
+    """An expression for the rank in a script that torchrun starts. Empty for one process."""
+    converts: bool = field(default=False, compare=False)
+    """True if it converts the model to the plan's dtype, and not its input."""
     program: str = field(default="", compare=False)
     """Script that torchrun starts, of a trainer with a command line; else empty."""
     needs: tuple[str, str] = field(default=("", ""), compare=False)
@@ -261,6 +265,8 @@ RUNTIMES: dict[str, Runtime] = {
             module="deepspeed",
             builds="stage = build({file}, model, loss_fn, example_input)",
             script_imports="DeepspeedExport, build, start",
+            first_rank="engine.global_rank",
+            converts=True,
         ),
         Runtime(
             "torch",
@@ -279,6 +285,7 @@ RUNTIMES: dict[str, Runtime] = {
             receives_ahead=True,
             module="torch_pipelining",
             builds="process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
+            first_rank="dist.get_rank()",
         ),
         Runtime(
             "huggingface",

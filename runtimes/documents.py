@@ -159,6 +159,9 @@ class PipeExport(ExportDocument):
     equal micro-batches (other sizes are not: `torch.chunk` makes 3, 3, 3 and 1 of 10 samples and 4 chunks).
     """
 
+    order: ClassVar[str] = "gpipe"
+    replicas: ClassVar[int] = 1
+    virtual_stages: ClassVar[int] = 1
     balance: Annotated[list[LayerCount], Field(min_length=1)]
     """Layers of each stage."""
     devices: list[str]
@@ -183,6 +186,16 @@ class PipeExport(ExportDocument):
                 f"do not make a mini_batch of {self.mini_batch}"
             )
         return self
+
+    @property
+    def parts(self) -> list[int]:
+        """Stage i holds layers parts[i] up to, not including, parts[i + 1]."""
+        return stage_bounds(self.balance)
+
+    @property
+    def recompute(self) -> Checkpoint:
+        """What is recomputed, as the other files say it."""
+        return self.checkpoint
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the constructor."""
@@ -211,6 +224,8 @@ class DeepspeedExport(ExportDocument):
     """
 
     kind: ClassVar[str] = "deepspeed"
+    order: ClassVar[str] = "1f1b"
+    virtual_stages: ClassVar[int] = 1
     runtime: Literal["deepspeed"]
     num_stages: LayerCount
     replicas: DeviceCount
@@ -221,6 +236,13 @@ class DeepspeedExport(ExportDocument):
     config: JsonObject
     granularity: str = "block"
     """How the model is cut into layers."""
+
+    @property
+    def recompute(self) -> Checkpoint:
+        """What is recomputed, as the other files say it."""
+        pipeline = self.config.get("pipeline")
+        interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
+        return "always" if isinstance(interval, int) and interval > 0 else "never"
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -309,10 +331,15 @@ class TorchExport(ExportDocument):
             )
 
     @property
+    def virtual_stages(self) -> int:
+        """Of each device."""
+        return len(self.stages[0])
+
+    @property
     def program(self) -> Program:
         """What the processes run. Raises UsageError, ExportError."""
         if self.order in PUBLISHED:
-            return build_program(self.order, len(self.stages), self.micro_batches, len(self.stages[0]))
+            return build_program(self.order, len(self.stages), self.micro_batches, self.virtual_stages)
         return read_actions(self.actions, self.stages, self.micro_batches)
 
     @property
@@ -325,6 +352,10 @@ class HuggingfaceExport(ExportDocument):
     """`device_map` is what `from_pretrained(..., device_map=...)` takes, for the modules that are layers."""
 
     kind: ClassVar[str] = "huggingface"
+    order: ClassVar[str] = "naive"
+    replicas: ClassVar[int] = 1
+    virtual_stages: ClassVar[int] = 1
+    recompute: ClassVar[None] = None
     runtime: Literal["huggingface"]
     micro_batches: MicroBatches
     """To be run one after another, their gradients added up."""

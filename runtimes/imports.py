@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..cost_models.errors import UsageError, short_repr
 from ..cost_models.quantities import format_count
@@ -721,78 +721,46 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
 
 def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
     """The partition in a file for `runtime`. Raises FileError."""
-    document = KINDS[runtime].parse(text, where)
-    partition = _of_document(document, names, where)
+    document: Any = KINDS[runtime].parse(text, where)
+    partition = _stages_of(document, names, where)
     if partition.ends[-1] != len(names):
         raise partition_error(
             where,
             f"it has {format_count(partition.ends[-1], 'layer')}, the profile {len(names)}",
             "Name the profile of that model: profile=FILE",
         )
-    replicas = getattr(document, "replicas", 1)
-    return check_stages(
-        replace(
-            partition,
-            format=runtime,
-            # Megatron-LM runs first blocks again one by one: no plan for it does, in one checkpoint.
-            runtime=runtime if partition.stage_recompute is None or runtime == "torch" else None,
-            replicas=replicas,
-            devices=partition.devices or read_ranks(getattr(document, "devices", [])),
-            mini_batch=document.mini_batch,
-            samples=document.micro_batch_size // replicas,
-        ),
-        where,
-    )
-
-
-def _of_document(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
-    """The stages, schedule and recomputation."""
-    if isinstance(document, PipeExport):
-        partition = Partition("", tuple(accumulate(document.balance)), schedule="gpipe")
-        return replace(partition, virtual_stages=1, recompute=document.checkpoint)
-    if isinstance(document, DeepspeedExport):
-        pipeline = document.config.get("pipeline")
-        interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
-        recomputes = isinstance(interval, int) and interval > 0
-        partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
-        return replace(partition, recompute="always" if recomputes else "never")
-    if isinstance(document, TorchExport):
-        if document.order not in PUBLISHED:
-            register_order(
-                read_schedule(write_program(document.order, document.program)),
-                len(document.stages),
-                document.micro_batches,
-                len(document.stages[0]),
-            )
-        words = set(document.recompute)
-        return Partition(
-            "",
-            tuple(document.parts[1:]),
-            virtual_stages=len(document.stages[0]),
-            schedule=document.order,
-            recompute="always" if words == {"always"} else "never" if words == {"never"} else None,
-            stage_recompute=None if words in ({"always"}, {"never"}) else tuple(document.recompute),
-        )
-    if isinstance(document, HuggingfaceExport):
-        return replace(from_device_map(document.device_map, names, where), virtual_stages=1)
-    return _from_trainer(document, names, where)
-
-
-def _from_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
-    if isinstance(document, LayoutExport):
-        partition = replace(
-            from_layout(document.layout, names, where, {}), virtual_stages=document.virtual_stages
-        )
-        if document.first_blocks is not None:
-            partition = with_first_blocks(partition, document.first_blocks, names)
-            return replace(partition, schedule=document.order)
-    elif isinstance(document, TorchtitanExport | NemoExport):
-        partition = from_modules(document.module_fqns_per_model_part, names, where, {})
-    else:
-        raise partition_error(where, f"files for {document.runtime} are not read")
-    return replace(
+    words: list[Any] = document.recompute if isinstance(document, TorchExport) else [document.recompute]
+    alike = len(set(words)) == 1 and words[0] in ("never", "always", "except_last", None)
+    partition = replace(
         partition,
-        virtual_stages=document.virtual_stages,
+        format=runtime,
+        runtime=runtime,
         schedule=document.order,
-        recompute=document.recompute,
+        virtual_stages=document.virtual_stages,
+        replicas=document.replicas,
+        devices=partition.devices or read_ranks(getattr(document, "devices", [])),
+        mini_batch=document.mini_batch,
+        samples=document.micro_batch_size // document.replicas,
+        recompute=words[0] if alike else None,
+        stage_recompute=None if alike else tuple(words),
     )
+    if isinstance(document, LayoutExport) and document.first_blocks is not None:
+        partition = with_first_blocks(partition, document.first_blocks, names)
+    # Megatron-LM runs first blocks again one by one: no plan for it does, in one checkpoint.
+    if partition.stage_recompute is not None and not RUNTIMES[runtime].recompute_by_stage:
+        partition = replace(partition, runtime=None)
+    return check_stages(partition, where)
+
+
+def _stages_of(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export. An order that pplan does not know is known from then on."""
+    if isinstance(document, LayoutExport):
+        return from_layout(document.layout, names, where, {})
+    if isinstance(document, TorchtitanExport | NemoExport):
+        return from_modules(document.module_fqns_per_model_part, names, where, {})
+    if isinstance(document, HuggingfaceExport):
+        return from_device_map(document.device_map, names, where)
+    if isinstance(document, TorchExport) and document.order not in PUBLISHED:
+        order = read_schedule(write_program(document.order, document.program))
+        register_order(order, len(document.stages), document.micro_batches, document.virtual_stages)
+    return Partition("", tuple(cast(PipeExport | DeepspeedExport | TorchExport, document).parts[1:]))

@@ -26,15 +26,9 @@ from ...cost_models.document import (
     TotalBytes,
 )
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
+from ...cost_models.runtime import find_runtime
 from ...cost_models.step_costs import Costs
-from ..documents import (
-    DeepspeedExport,
-    FairscaleExport,
-    PipeExport,
-    TorchExport,
-    TorchgpipeExport,
-    stage_bounds,
-)
+from ..documents import DeepspeedExport, FairscaleExport, TorchExport, TorchgpipeExport
 
 Device = Literal["cpu", "cuda"]
 CheckedDocument = TorchExport | TorchgpipeExport | FairscaleExport | DeepspeedExport
@@ -161,8 +155,7 @@ class Case(Record):
     @property
     def parts(self) -> list[int]:
         """Layers before each stage, and all."""
-        document = self.document
-        return stage_bounds(document.balance) if isinstance(document, PipeExport) else document.parts
+        return self.document.parts
 
     @property
     def micro_batches(self) -> int:
@@ -172,12 +165,12 @@ class Case(Record):
     @property
     def replicas(self) -> int:
         """Replicas of every stage."""
-        return 1 if isinstance(self.document, PipeExport) else self.document.replicas
+        return self.document.replicas
 
     @property
     def processes(self) -> int:
         """One for all stages, or one for each device of the plan."""
-        return 1 if isinstance(self.document, PipeExport) else len(self.document.devices)
+        return 1 if find_runtime(self.document.runtime).one_process else len(self.document.devices)
 
 
 class Job(Record):

@@ -17,16 +17,13 @@ from typing import Any
 
 from ...cost_models.errors import ExportError
 from ...cost_models.quantities import format_seconds
-from ...cost_models.runtime import find_runtime
+from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
 from ...profiler.named_model import NamedModel, model_for, quote_name
 from ...profiler.profile_file import Profile
 from ...profiler.profile_records import InputTensor
 from ..documents import (
-    DeepspeedExport,
     ExportDocument,
-    PipeExport,
-    TorchExport,
     TrainerArguments,
     TrainerText,
     count_nodes,
@@ -45,7 +42,7 @@ _CLASSES, _CLASSES_OF_CLIPS = 1000, 400
 
 
 def model_lines(
-    profile: Profile, model: NamedModel, document: ExportDocument, build: str, *, optimizer: str
+    profile: Profile, model: NamedModel, row: Runtime, build: str, *, optimizer: str
 ) -> dict[str, object]:
     """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
 
@@ -59,27 +56,28 @@ def model_lines(
             f"`script`: the profile says dtype {quote_name(profile.dtype)}",
             f"It is one of {', '.join(_BYTES)}.",
         )
-    data = _Data.of(
-        profile, model.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
-    )
-    lines: dict[str, object] = {
-        "imports": "\n".join(_imports(model.name, document, data, build, optimizer)),
-        "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
+    data = _Data.of(profile, model.name, "float32" if row.converts else profile.dtype)
+    placeholder = not data.is_plain and data.functional is None
+    warning = "    print(PLACEHOLDER, file=sys.stderr)\n"
+    if row.first_rank:
+        warning = f"    if {row.first_rank} == 0:\n    {warning}"
+    is_half = row.converts and profile.dtype in ("float16", "bfloat16") and data.is_one_float
+    on_first_device = "inputs.to(pipe.devices[0])"
+    return {
+        "imports": "\n".join(_imports(model.name, row, data, build, optimizer)),
+        "typing": "\nfrom typing import Any" if row.converts or not data.is_plain else "",
         "batch": data.batch(),
-        "loss": data.loss_code(),
-        "loss_name": "placeholder loss" if data.has_placeholder else "loss",
-        "warning": _warning(document) if data.has_placeholder else "",
-        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, document, data)),
-    }
-    if data.is_one:
-        of_rows = "inputs[own]" + _cast(profile, document, data)
-        return lines | {
-            "on_first_device": "inputs.to(pipe.devices[0])",
-            "sliced": of_rows,
-        }
-    return lines | {
-        "on_first_device": "tuple(each.to(pipe.devices[0]) for each in inputs)",
-        "sliced": "tuple(each[own] for each in inputs)",
+        "loss": data.loss_code(placeholder=placeholder),
+        "loss_name": "placeholder loss" if placeholder else "loss",
+        "warning": warning if placeholder else "",
+        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, row, data)),
+        "on_first_device": on_first_device
+        if data.is_one
+        else "tuple(each.to(pipe.devices[0]) for each in inputs)",
+        # A runtime that converts the model does not convert its input.
+        "sliced": ("inputs[own]" + f".to(torch.{profile.dtype})" * is_half)
+        if data.is_one
+        else "tuple(each[own] for each in inputs)",
     }
 
 
@@ -106,22 +104,21 @@ class _Data:
                 f"`script`: the profile of {quote_name(name)} does not say what the model takes",
                 "It was imported. Profile the model itself: pplan.profile('package.module:factory')",
             )
-        loss = "none" if profile.loss is None else profile.loss.name
         if _is_torchvisions(name):
             if name.startswith(_NO_CLASSES):
                 raise ExportError(
                     f"`script`: {name} is no classifier, and a script for it would need your loss",
                     "Omit `script`, or wrap it in a package.module:factory that returns one tensor.",
                 )
-            usual_classes = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
-            is_plain = name not in _SEVERAL_OUTPUTS
-            return cls(inputs, "cross-entropy", profile.classes or usual_classes, None, is_plain, dtype)
+            classes = profile.classes or (_CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES)
+            return cls(inputs, "cross-entropy", classes, None, name not in _SEVERAL_OUTPUTS, dtype)
         last = profile.layers[-1].costs[0]
         elements = last.output_bytes // (last.micro_batch_size * _BYTES.get(profile.dtype, 4))
         tokens = inputs[0].shape[0] if _is_whole(inputs[0]) and len(inputs[0].shape) == 1 else None
         if tokens is None or elements % tokens or elements == tokens:
-            return cls(inputs, loss, max(elements, 1), None, False, dtype)
-        return cls(inputs, loss, elements // tokens, tokens, False, dtype)
+            tokens = None
+        loss = "none" if profile.loss is None else profile.loss.name
+        return cls(inputs, loss, max(elements // (tokens or 1), 1), tokens, False, dtype)
 
     @property
     def is_one(self) -> bool:
@@ -131,153 +128,107 @@ class _Data:
     def is_one_float(self) -> bool:
         return self.is_one and not _is_whole(self.inputs[0])
 
-    @property
-    def type(self) -> str:
-        return "torch.Tensor" if self.is_one else "tuple[torch.Tensor, ...]"
-
     def batch(self) -> str:
         """A function that makes the samples of a step."""
+        kind = "torch.Tensor" if self.is_one else "tuple[torch.Tensor, ...]"
         tensors = [self._tensor_code(tensor) for tensor in self.inputs]
-        inputs = [f"    inputs = {tensors[0]}"]
-        if len(tensors) > 1:
-            inputs = ["    inputs = (", *(f"        {expression}," for expression in tensors), "    )"]
-        return "\n".join(
-            [
-                f"def batch(step: int, samples: int) -> tuple[{self.type}, torch.Tensor]:",
-                '    """Stands for your data: the inputs and labels of a step."""',
-                "    random = torch.Generator().manual_seed(step)",
-                *inputs,
-                f"    labels = {self._labels()}",
-                "    return inputs, labels",
-            ]
+        inputs = (
+            tensors[0] if self.is_one else "\n        ".join(["(", *(f"{t}," for t in tensors)]) + "\n    )"
+        )
+        return (
+            f"def batch(step: int, samples: int) -> tuple[{kind}, torch.Tensor]:\n"
+            '    """Stands for your data: the inputs and labels of a step."""\n'
+            "    random = torch.Generator().manual_seed(step)\n"
+            f"    inputs = {inputs}\n"
+            f"    labels = {self._labels()}\n"
+            "    return inputs, labels"
         )
 
-    def loss_code(self) -> str:
+    def loss_code(self, *, placeholder: bool) -> str:
         """A function that makes the loss of an output."""
         if self.is_plain:
-            return "\n".join(
-                [
-                    "def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:",
-                    "    return cross_entropy(output, labels)",
-                ]
+            return (
+                "def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:\n"
+                "    return cross_entropy(output, labels)"
             )
         sentence = "Of the first tensor that the model returns."
-        placeholder = []
-        if self.has_placeholder:
+        if placeholder:
             sentence = "EDIT HERE. Stands for your loss, of the first tensor that the model returns."
-            placeholder = [f'PLACEHOLDER = "{_PLACEHOLDER}"', "", ""]
-        return "\n".join(
-            [
-                *placeholder,
-                "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:",
-                f'    """{sentence}"""',
-                "    if isinstance(output, dict):",
-                "        output = tuple(output.values())",
-                "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]",
-                f"    return {self._loss()}",
-            ]
+        by_token = "first.flatten(0, 1), labels.flatten()"
+        arguments = (
+            by_token if self.tokens and self.functional == "cross_entropy" else "first.flatten(1), labels"
         )
-
-    @property
-    def has_placeholder(self) -> bool:
-        """Return whether no loss is known."""
-        return not self.is_plain and self.functional is None
+        return (
+            f'PLACEHOLDER = "{_PLACEHOLDER}"\n\n\n'
+            * placeholder
+            + "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:\n"
+            f'    """{sentence}"""\n'
+            "    if isinstance(output, dict):\n"
+            "        output = tuple(output.values())\n"
+            "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]\n    return "
+            + (f"{self.functional}({arguments})" if self.functional else "first.square().mean()")
+        )
 
     @property
     def functional(self) -> str | None:
-        """The functions that the loss imports."""
+        """The function that the loss imports."""
         return {"cross-entropy": "cross_entropy", "mse": "mse_loss"}.get(self.loss)
 
-    def _loss(self) -> str:
-        if self.loss == "cross-entropy" and self.tokens is not None:
-            return "cross_entropy(first.flatten(0, 1), labels.flatten())"
-        if self.loss == "cross-entropy":
-            return "cross_entropy(first.flatten(1), labels)"
-        if self.loss == "mse":
-            return "mse_loss(first.flatten(1), labels)"
-        return "first.square().mean()"
-
-    @property
-    def _kind(self) -> str:
-        return "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
+    def _random(self, shape: str) -> str:
+        kind = "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
+        return f"torch.randn({shape}, generator=random{kind})"
 
     def _tensor_code(self, tensor: InputTensor) -> str:
         shape = ", ".join(["samples", *map(str, tensor.shape)])
-        full_shape = shape if tensor.shape else "samples,"
-        if _is_whole(tensor):
-            most = self.classes if self.tokens else 2
-            return f"torch.randint({most}, ({full_shape}), generator=random)"
-        return f"torch.randn({shape}, generator=random{self._kind})"
+        if not _is_whole(tensor):
+            return self._random(shape)
+        most = self.classes if self.tokens else 2
+        return f"torch.randint({most}, ({shape if tensor.shape else 'samples,'}), generator=random)"
 
     def _labels(self) -> str:
         if self.loss == "mse":
-            elements = self.classes * (self.tokens or 1)
-            return f"torch.randn(samples, {elements}, generator=random{self._kind})"
+            return self._random(f"samples, {self.classes * (self.tokens or 1)}")
         shape = "samples," if self.tokens is None else f"samples, {self.tokens}"
         return f"torch.randint({self.classes}, ({shape}), generator=random)"
 
 
-def _warning(document: ExportDocument) -> str:
-    """Lines that print on rank 0 that the loss is a placeholder."""
-    line = "print(PLACEHOLDER, file=sys.stderr)"
-    if isinstance(document, TorchExport):
-        return f"    if dist.get_rank() == 0:\n        {line}\n"
-    if isinstance(document, DeepspeedExport):
-        return f"    if engine.global_rank == 0:\n        {line}\n"
-    return f"    {line}\n"
-
-
-def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:
+def _imports(name: str, row: Runtime, data: _Data, build: str, optimizer: str) -> list[str]:
     """The import lines, in the order that linters ask for."""
-    modules, names = ["import torch"], [build]
-    if isinstance(document, TorchExport):
+    modules = ["import torch", "import torchvision" if _is_torchvisions(name) else "import pplan"]
+    if row.first_rank.startswith("dist."):
         modules.append("import torch.distributed as dist")
-    modules.append("import torchvision" if _is_torchvisions(name) else "import pplan")
-    if optimizer == "adamw-8bit" and not isinstance(document, DeepspeedExport):
+    if optimizer == "adamw-8bit" and not row.own_optimizer:
         modules.append("import bitsandbytes")
-    if data.functional:
-        names.append(f"from torch.nn.functional import {data.functional}")
-    return [*sorted(modules), *sorted(names)]
+    functions = [f"from torch.nn.functional import {data.functional}"] if data.functional else []
+    return [*sorted(modules), *sorted([build, *functions])]
 
 
-def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
+def _model_code(profile: Profile, model: NamedModel, row: Runtime, data: _Data) -> list[str]:
     """Lines that make `model` and `example`."""
     name = write_literal(model.name)
-    casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
+    casts = profile.dtype != "float32" and not row.converts
     if _is_torchvisions(model.name):
         classes = "" if profile.classes is None else f", num_classes={profile.classes}"
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
-        options = [f"settings={write_literal(dict(model.settings))}"] if model.settings else []
-        input_function = profile.input_like or ""
-        if (
-            model.by_user
-            and input_function
-            and input_function.partition(":")[0] == model.name.partition(":")[0]
-        ):
+        arguments = [name]
+        if model.settings:
+            arguments.append(f"settings={write_literal(dict(model.settings))}")
+        module = (profile.input_like or "").partition(":")[0]
+        if model.by_user and module and module == model.name.partition(":")[0]:
             # In the module that the user named himself: a file's word runs no other code.
-            options.append(f"input_like={write_literal(input_function)}")
+            arguments.append(f"input_like={write_literal(profile.input_like)}")
         elif data.is_one_float and not model.name.startswith("hf:"):
-            options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
-        arguments = [name, *options]
+            arguments.append(f"input_shape={tuple(profile.inputs[0].shape)}")
         lines = [f"model, example = pplan.load_model({', '.join(arguments)})"]
         if len(lines[0]) > _WIDTH:
-            lines = [
-                "model, example = pplan.load_model(",
-                *(f"    {argument}," for argument in arguments),
-                ")",
-            ]
+            indented = (f"    {argument}," for argument in arguments)
+            lines = ["model, example = pplan.load_model(", *indented, ")"]
     if casts:
         lines.append(f"model.to(torch.{profile.dtype})")
     if _is_torchvisions(model.name) or (casts and data.is_one_float):
         lines.append("example, _ = batch(0, 2)")
     return lines
-
-
-def _cast(profile: Profile, document: ExportDocument, data: _Data) -> str:
-    """DeepSpeed converts the model that its configuration says so of, and not its input."""
-    is_half = profile.dtype in ("float16", "bfloat16") and data.is_one_float
-    return f".to(torch.{profile.dtype})" if is_half and isinstance(document, DeepspeedExport) else ""
 
 
 def write_literal(value: object) -> str:
@@ -298,10 +249,6 @@ def write_literal(value: object) -> str:
     if isinstance(value, str) and value.isprintable():
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
-
-
-def _uses_any(document: ExportDocument, data: _Data) -> bool:
-    return not data.is_plain or isinstance(document, DeepspeedExport)
 
 
 def _is_torchvisions(name: str) -> bool:
@@ -351,9 +298,10 @@ def write_script(
     """
     _check_names(path, plan_path)
     plan_reference = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
+    row = find_runtime(document.runtime)
     if isinstance(document, TrainerArguments):
-        return Script(*_trainer_script(document, path, plan_reference))
-    if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # those with Runtime.builds
+        return Script(*_trainer_script(document, row, path, plan_reference))
+    if not row.builds:
         if isinstance(document, TrainerText):
             why = f"{document.runtime} trains by its own recipe: put the sections of {plan_path.name} into it"
         else:
@@ -367,39 +315,44 @@ def write_script(
             "Name it: profile=FILE",
         )
     _check_module_name(path)
-    command = _command(document, plan, path)
-    names = _common_fields(document, plan, path, plan_reference, command) | _runtime_fields(document, device)
     named_model = model_for(profile, model, settings or {})
-    runtime = find_runtime(document.runtime)
-    build = f"from pplan.runtimes.{runtime.module} import {runtime.script_imports}"
-    names |= model_lines(profile, named_model, document, build, optimizer=plan.optimizer)
-    template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
-    text = Template(template).substitute(names)
+    build = f"from pplan.runtimes.{row.module} import {row.script_imports}"
+    names = model_lines(profile, named_model, row, build, optimizer=plan.optimizer)
+    names |= _fields(document, row, plan, path, plan_reference, device)
+    text = _fill(row.name, names)
     loss_line = text[: text.index("def loss_of(")].count("\n") + 1
-    return Script(text, command, loss_line if names["warning"] else None)
+    return Script(text, str(names["command"]), loss_line if names["warning"] else None)
 
 
-def _command(document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path) -> str:
-    name = shlex.quote(path.name)
-    if isinstance(document, PipeExport):
-        return f"python {name}"
-    nodes = count_nodes(document.devices, plan.gpus_per_node)
-    return f"torchrun {torchrun_options(len(document.devices), nodes)} {name}"
+def _fill(template: str, names: Mapping[str, object]) -> str:
+    """A template of this folder with its placeholders filled in."""
+    text = files(__package__).joinpath(f"{template}.template").read_text(encoding="utf-8")
+    return Template(text).substitute(names)
 
 
-def _common_fields(
-    document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path, beside: Path, command: str
+def _fields(
+    document: Any, row: Runtime, plan: Plan, path: Path, beside: Path, device: str
 ) -> dict[str, object]:
-    count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
+    """Values for a template that follow from the export and the plan."""
     if plan.optimizer not in OPTIMIZERS:
         raise ExportError(
             f"`script`: the plan's optimizer is {quote_name(plan.optimizer)}",
             f"Known are {', '.join(OPTIMIZERS)}.",
         )
     optimizer, options = OPTIMIZERS[plan.optimizer]
-    checkpoint = f"{path.stem}.pt" if isinstance(document, PipeExport) else f"{path.stem}.checkpoint"
+    start, checkpoint, count = "python", f"{path.stem}.pt", len(document.parts) - 1
+    if not row.one_process:
+        nodes = count_nodes(document.devices, plan.gpus_per_node)
+        start, checkpoint = (
+            f"torchrun {torchrun_options(len(document.devices), nodes)}",
+            f"{path.stem}.checkpoint",
+        )
+    device_text = '"cpu"'
+    if device == "cuda":
+        word, comment = ('"cuda"', "") if row.converts else ("None", "  # None: the plan's for this process")
+        device_text = f'{word} if torch.cuda.is_available() else "cpu"{comment}'
     return {
-        "command": command,
+        "command": f"{start} {shlex.quote(path.name)}",
         "model": _printable_name(document.model),
         "plan_name": _printable_name(beside.name),
         "plan_path": f"HERE / {write_literal(beside.as_posix())}",
@@ -410,22 +363,11 @@ def _common_fields(
         "step_seconds": format_seconds(document.step_seconds),
         "mini_batch": document.mini_batch,
         "micro_batches": document.mini_batch // document.micro_batch_size,
-        "optimizer": optimizer,
-        "optimizer_options": options,
-    }
-
-
-def _runtime_fields(document: PipeExport | DeepspeedExport | TorchExport, device: str) -> dict[str, object]:
-    if isinstance(document, PipeExport):
-        return {}
-    device_text = '"cuda"' if isinstance(document, DeepspeedExport) else "None"
-    comment = "" if isinstance(document, DeepspeedExport) else "  # None: the plan's for this process"
-    return {
         "micro_batch": document.micro_batch_size,
         "replicas": document.replicas,
-        "device": f'{device_text} if torch.cuda.is_available() else "cpu"{comment}'
-        if device == "cuda"
-        else '"cpu"',
+        "device": device_text,
+        "optimizer": optimizer,
+        "optimizer_options": options,
     }
 
 
@@ -454,7 +396,7 @@ def _printable_name(name: str) -> str:
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in name)
 
 
-def _trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tuple[str, str]:
+def _trainer_script(document: TrainerArguments, row: Runtime, path: Path, beside: Path) -> tuple[str, str]:
     """The text of the script at `path`, which reads the arguments in the file `beside`; and its command.
 
     Raises ExportError where that file is none that a shell reads.
@@ -464,15 +406,13 @@ def _trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tup
             f"`script`: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
             "Omit `output`, or name a file that ends in .sh.",
         )
-    row = find_runtime(document.runtime)
     needs = " ".join(filter(None, row.needs))
     command = f"bash {shlex.quote(path.name)}"
-    template = files(__package__).joinpath("trainer.template").read_text(encoding="utf-8")
-    text = Template(template).substitute(
-        command=command,
-        needs=needs,
-        model="".join(c if c.isprintable() else "_" for c in document.model),
-        plan_path=shlex.quote(beside.as_posix()),
-        launch=" ".join(filter(None, ("torchrun", document.torchrun_options, row.program))),
-    )
-    return text, f"{command} {needs}"
+    names = {
+        "command": command,
+        "needs": needs,
+        "model": "".join(c if c.isprintable() else "_" for c in document.model),
+        "plan_path": shlex.quote(beside.as_posix()),
+        "launch": " ".join(filter(None, ("torchrun", document.torchrun_options, row.program))),
+    }
+    return _fill("trainer", names), f"{command} {needs}"
