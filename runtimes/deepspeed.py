@@ -102,6 +102,7 @@ def build(
         match_layers,
         split_stage,
     )
+    from .pipelining.ranks import count_sharers
     from .pipelining.runtime_internals import partitioned_module
     from .pipelining.stage import warn_of_second_runs
 
@@ -129,19 +130,8 @@ def build(
         from torch import nn
     except ImportError as error:
         raise missing_package("deepspeed", error) from error
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise MachineError(
-            "torch.distributed is not initialized, DeepSpeed's stages are processes of it",
-            "Call pplan.runtimes.deepspeed.start(device) or deepspeed.init_distributed() first, in a script "
-            "started with torchrun.",
-        )
-    processes, needed = torch.distributed.get_world_size(), document.num_stages * document.replicas
-    if processes != needed:
-        raise MachineError(
-            f"{processes} processes, but {document.num_stages} stages x {document.replicas} replicas",
-            f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
-        )
-
+    hint = "Call pplan.runtimes.deepspeed.start(device) or deepspeed.init_distributed() first, in a script "
+    count_sharers(document.num_stages, document.replicas, hint=f"{hint}started with torchrun.")
     check_equal_buffers(layers)
     stage = torch.distributed.get_rank() // document.replicas
     stage_layers = split_stage(layers, document.parts, stage, tied)

@@ -157,19 +157,12 @@ def split_layout(layout: str, where: str) -> list[str]:
     return _unroll(layout, where).split("|")
 
 
-def parse_layout(layout: str, where: str) -> list[int]:
-    """Transformer blocks a stage. Raises FileError.
-
-    `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
-    with E and the last ends with L; m, a multi-token predictor, stands before L.
-    """
-    return [stage.count("t") for stage in _split_rightly(layout, where)]
-
-
 def _split_rightly(layout: str, where: str, pipeline: int | None = None) -> list[str]:
     """The letters of each stage. Raises FileError where Megatron-LM does not train the layout.
 
-    `pipeline`: its size; None: that of the layout, without virtual stages."""
+    `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
+    with E and the last ends with L; m, a multi-token predictor, stands before L. `pipeline`: its size; None:
+    that of the layout, without virtual stages."""
     stages = split_layout(layout, where)
     letters = "".join(stages)
     counts = letters.count("t"), letters.count("m")
@@ -660,37 +653,43 @@ def _megatron_blocks(options: Options, blocks: int, where: str) -> list[int]:
     per_stage = number("num_layers_per_virtual_pipeline_stage")
     if per_stage:
         virtual = max(share // per_stage, 1)
-    problems = []
-    if count != blocks:
-        problems.append(f"num_layers is {count}, the profile has {format_count(blocks, 'transformer block')}")
+    hint = "Give the numbers that Megatron-LM trains with."
     if size * virtual > slots:
-        problems.append(
-            f"{format_count(size, 'pipeline rank')} of {format_count(virtual, 'virtual stage')} are more "
-            f"than the {format_count(slots, 'layer')}"
-        )
-    if uneven and (embedding or loss):
-        problems.append(
-            "the embedding or the loss counts as a layer, and the first or last rank's number is given"
-        )
-    if uneven and per_stage:
-        problems.append("num_layers_per_virtual_pipeline_stage and the first or last rank's number are given")
-    elif per_stage and share % per_stage:
-        problems.append(f"{share} layers of a rank are no multiple of {per_stage} per virtual stage")
-    if rest < 0 or ranks < 0 or rest % max(ranks, 1) or (rest and not ranks):
-        problems.append(f"{rest} layers do not divide among {format_count(max(ranks, 0), 'pipeline rank')}")
-    elif not problems:
-        by_rank = [*uneven[: first is not None], *[share] * ranks, *uneven[first is not None :]]
-        if all(layers % virtual == 0 for layers in by_rank):
-            counts = [layers // virtual for layers in by_rank] * virtual
-            counts[0], counts[-1] = counts[0] - embedding, counts[-1] - loss
-            if min(counts) >= 0:
-                return counts
-            problems.append("a stage would have less than no block")
-        else:
-            problems.append(
-                f"{', '.join(map(str, by_rank))} layers by rank do not divide into {virtual} virtual stages"
-            )
-    raise partition_error(where, "; ".join(problems), "Give the numbers that Megatron-LM trains with.")
+        ranks_text = f"{format_count(size, 'pipeline rank')} of {format_count(virtual, 'virtual stage')}"
+        raise partition_error(where, f"{ranks_text} are more than the {format_count(slots, 'layer')}", hint)
+    by_rank = [*uneven[: first is not None], *[share] * ranks, *uneven[first is not None :]]
+    counts = [layers // virtual for layers in by_rank] * virtual
+    counts[0], counts[-1] = counts[0] - embedding, counts[-1] - loss
+    checks = [
+        (
+            count != blocks,
+            f"num_layers is {count}, the profile has {format_count(blocks, 'transformer block')}",
+        ),
+        (
+            uneven and (embedding or loss),
+            "the embedding or the loss counts as a layer, and the first or last rank's number is given",
+        ),
+        (
+            uneven and per_stage,
+            "num_layers_per_virtual_pipeline_stage and the first or last rank's number are given",
+        ),
+        (
+            per_stage and not uneven and share % per_stage,
+            f"{share} layers of a rank are no multiple of {per_stage} per virtual stage",
+        ),
+        (
+            rest < 0 or ranks < 0 or rest != share * ranks,
+            f"{rest} layers do not divide among {format_count(max(ranks, 0), 'pipeline rank')}",
+        ),
+        (
+            any(layers % virtual for layers in by_rank),
+            f"{', '.join(map(str, by_rank))} layers by rank do not divide into {virtual} virtual stages",
+        ),
+        (min(counts) < 0, "a stage would have less than no block"),
+    ]
+    if problems := [problem for is_wrong, problem in checks if is_wrong]:
+        raise partition_error(where, "; ".join(problems), hint)
+    return counts
 
 
 def _parts(content: list[Any]) -> list[list[str]]:

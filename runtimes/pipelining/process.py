@@ -38,7 +38,7 @@ from .ranks import (
     TensorPlan,
     average_gradients,
     find_coordinates,
-    mesh_with_tensor_dimension,
+    make_mesh,
     replicate_stage,
     share_matrices,
     styles_by_module,
@@ -247,9 +247,8 @@ def build_process(
             "done with shared matrices",
             "Omit tensor_parallel, or make the plan with recompute='auto'.",
         )
-    if tensor_parallel is not None and mesh is None:
-        mesh = mesh_with_tensor_dimension(document, place.type)
-    coordinates = find_coordinates(document, place, mesh)
+    mesh = mesh or make_mesh(document, place.type, shares=tensor_parallel is not None)
+    coordinates = find_coordinates(mesh, document)
     styles = {} if tensor_parallel is None else styles_by_module(layers, tensor_parallel)
     form = InputForm.of(example)
     first_inputs = form.micro_batch(example, samples)
@@ -265,7 +264,7 @@ def build_process(
         for stage in stage_layers
     }
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
-    if mesh is not None and tensor_parallel is not None:
+    if tensor_parallel is not None:
         _check_tensor_parallel(tied, coordinates, replicate)
         for own in stages.values():
             share_matrices(own.layers, styles, tensor_dimension(mesh))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,35 +31,57 @@ Replicate = Literal["ddp", "fsdp"]
 class RankCoordinates:
     """A process's place: its device of the pipeline, its replica of that, and the groups of both.
 
-    `pipeline`: the processes that hand each other micro-batches, None for all. `replicas`: a mesh of those
+    `pipeline`: the processes that hand each other micro-batches. `replicas`: a mesh of those
     that hold the same stages, None where there are none. `ranks`: of all processes of the plan, by device of
     the pipeline and replica.
     """
 
     index: int
     replica: int
-    pipeline: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup
     replicas: DeviceMesh | None
-    ranks: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[tuple[int, ...], ...]
 
 
-def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMesh | None) -> RankCoordinates:
-    """This process's. Raises MachineError where there are other processes than the plan needs."""
-    devices, replicas = len(document.stages), document.replicas
+NOT_BEGUN = "Call torch.distributed.init_process_group() first, in a script started with torchrun."
+
+
+def count_sharers(pipeline: int, replicas: int, *, shares: bool = False, hint: str = NOT_BEGUN) -> int:
+    """The number of processes for each replica of each device of the pipeline.
+
+    Args:
+        pipeline: Devices of the pipeline.
+        replicas: Replicas of every stage.
+        shares: Whether several processes may share the matrices of a stage.
+        hint: What to do before `init_process_group`.
+
+    Raises:
+        MachineError: torch.distributed is not initialized, or has another number of processes.
+    """
     if not (dist.is_available() and dist.is_initialized()):
+        raise MachineError("torch.distributed is not initialized, the stages are processes of it", hint)
+    processes, needed = dist.get_world_size(), pipeline * replicas
+    if processes % needed or (processes > needed and not shares):
+        start = f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT"
         raise MachineError(
-            "torch.distributed is not initialized, the stages are processes of it",
-            "Call torch.distributed.init_process_group() first, in a script started with torchrun.",
+            f"{processes} processes, but {pipeline} devices of the pipeline x {replicas} replicas",
+            f"Start {needed} for each of the devices that share a matrix." if shares else start,
         )
-    if mesh is None:
-        _check_number(dist.get_world_size(), document)
-        if replicas == 1:
-            return RankCoordinates(dist.get_rank(), 0, None, None, tuple((rank,) for rank in range(devices)))
-        mesh = init_device_mesh(device.type, (devices, replicas), mesh_dim_names=("pp", "dp"))
-    return _in_mesh(mesh, document)
+    return processes // needed
 
 
-def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
+def make_mesh(document: TorchExport, device_type: str, *, shares: bool) -> DeviceMesh:
+    """All processes: by device of the pipeline, replica, and place among those that share matrices, which are
+    neighbours. Raises MachineError where they do not come out."""
+    sizes = len(document.stages), document.replicas
+    sharers = count_sharers(*sizes, shares=shares)
+    if shares:
+        return init_device_mesh(device_type, (*sizes, sharers), mesh_dim_names=("pp", "dp", "tp"))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp"))
+
+
+def find_coordinates(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
+    """This process's. Raises MachineError where the mesh has other sizes than the plan needs."""
     names, needed = mesh.mesh_dim_names or (), {"pp": len(document.stages), "dp": document.replicas}
     for name, size in needed.items():
         dimension_size = mesh.size(names.index(name)) if name in names else 1
@@ -83,16 +104,6 @@ def _ranks(mesh: DeviceMesh, document: TorchExport) -> tuple[tuple[int, ...], ..
     rank_table = mesh[names].mesh
     table = rank_table.T if names == ("dp", "pp") else rank_table
     return tuple(map(tuple, table.reshape(len(document.stages), document.replicas).tolist()))
-
-
-def _check_number(processes: int, document: TorchExport) -> None:
-    needed = len(document.devices)
-    if processes != needed:
-        reason = f"{len(document.stages)} devices of the pipeline x {document.replicas} replicas"
-        raise MachineError(
-            f"{processes} processes, but {reason}",
-            f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
-        )
 
 
 def replicate_stage(
@@ -134,24 +145,6 @@ def average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> N
 TensorPlan: TypeAlias = Mapping[str, ParallelStyle | str]
 """Styles by the names of modules, with wildcards, as transformers' `base_model_tp_plan` has them."""
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-
-
-def mesh_with_tensor_dimension(document: TorchExport, device_type: str) -> DeviceMesh:
-    """All processes: by device of the pipeline, replica, and place among those that share matrices, which are
-    neighbours. Raises MachineError where they do not come out."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise MachineError(
-            "torch.distributed is not initialized, the stages are processes of it",
-            "Call torch.distributed.init_process_group() first, in a script started with torchrun.",
-        )
-    pipeline, replicas, processes = len(document.stages), document.replicas, dist.get_world_size()
-    if processes % (pipeline * replicas):
-        raise MachineError(
-            f"{processes} processes, but {pipeline} devices of the pipeline x {replicas} replicas",
-            f"Start {pipeline * replicas} for each of the devices that share a matrix.",
-        )
-    sizes = (pipeline, replicas, processes // (pipeline * replicas))
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp", "tp"))
 
 
 def tensor_dimension(mesh: DeviceMesh) -> DeviceMesh:

@@ -194,6 +194,6 @@ def test_another_number_of_processes_is_refused(make_plan: MakePlan, monkeypatch
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     document = exported(make_plan([4, 6], schedule="1f1b"))
-    with pytest.raises(MachineError, match="4 processes, but 2 stages x 1 replicas") as caught:
+    with pytest.raises(MachineError, match=r"4 processes, but 2 devices .* x 1 replicas") as caught:
         build(document, ten_layers(), nn.functional.mse_loss)
     assert "--nproc-per-node 2" in caught.value.hint

@@ -15,7 +15,7 @@ from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.documents import MegatronBridgeExport, MegatronExport
 from pplan.runtimes.exports import export, write_layout
-from pplan.runtimes.imports import parse_layout
+from pplan.runtimes.imports import split_layout
 
 MakePlan = Callable[..., Plan]
 CONFLICTING = {
@@ -26,6 +26,11 @@ CONFLICTING = {
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 }
+
+
+def blocks_in(layout: str, where: str) -> list[int]:
+    """Transformer blocks of each stage."""
+    return [stage.count("t") for stage in split_layout(layout, where)]
 
 
 def megatron(plan: Plan) -> tuple[MegatronExport, str | None]:
@@ -118,7 +123,7 @@ def test_uniform_recomputation_divides_every_stage(make_decoder_plan: MakePlan) 
     """Its loop steps through a stage by that number, and past its end where it does not divide."""
     for balance, together in (([5, 4, 6], 4), ([5, 2, 8], 2), ([4, 4, 4], 1), ([1, 12, 2], 12)):
         document, remark = megatron(make_decoder_plan(balance, recompute="always"))
-        blocks = parse_layout(document.layout, "x")
+        blocks = blocks_in(document.layout, "x")
         assert options(document)["--recompute-num-layers"] == str(together)
         assert all(count % together == 0 for count in blocks)
         assert (remark is None) == (together == max(blocks))
@@ -137,7 +142,7 @@ WIDE = ["embed", "positions", "layers.0.a", "layers.0.b", "layers.1", "norm", "h
 @pytest.mark.parametrize("balance", [[2, 5], [4, 3], [5, 2], [6, 1], [2, 2, 3]])
 def test_whole_blocks_are_taken(make_decoder_plan: MakePlan, balance: list[int]) -> None:
     document, _ = megatron(make_decoder_plan(balance, names=WIDE))
-    assert sum(parse_layout(document.layout, "x")) == document.num_layers == 2
+    assert sum(blocks_in(document.layout, "x")) == document.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,7 @@ LAYOUTS = ["EtL", "E|t|L", "Et*3|(tt|)*29,t|L", "Ettt|(tt|)*2tL", "E,t*5,L", "Et
 def test_its_parser_reads_layouts_as_ours(layout_class: Any, layout: str) -> None:
     """Our parser is what the round trips of other tests rely on."""
     read = [[item.name for item in stage] for stage in layout_class.parse_str_to_list(layout)]
-    assert [stage.count("decoder") for stage in read] == parse_layout(layout, "x")
+    assert [stage.count("decoder") for stage in read] == blocks_in(layout, "x")
 
 
 @pytest.mark.parametrize(
@@ -213,9 +218,9 @@ def test_its_parser_takes_our_layouts(
 @pytest.mark.parametrize("layout", LAYOUTS[:-1])
 def test_our_layouts_keep_its_rules(layout: str) -> None:
     """E first and L last, once each, as its documentation asks; and its grammar back again."""
-    blocks = parse_layout(layout, "x")
+    blocks = blocks_in(layout, "x")
     ours = write_layout(blocks)
-    assert parse_layout(ours, "x") == blocks
+    assert blocks_in(ours, "x") == blocks
     assert re.fullmatch(r"E(t|t\*\d+)?(\|(t|t\*\d+)?)*L", ours)
 
 
