@@ -80,9 +80,12 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Alternative, str | None]:
     if not reasons and not (usable and uncounted):
         return _plan_choice(plan), _misfit_remark(plan, runtime) if uncounted else None
     if not usable:
+        count = format_count(len(plan.alternatives), "alternative")
+        lacks = (
+            f"none of its {count} is for {runtime.name}" if plan.alternatives else "it has no alternatives"
+        )
         raise ExportError(
-            f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
-            f"and {_no_alternative(plan, runtime)}",
+            f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; and {lacks}",
             f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
         )
     best = min(usable, key=lambda alternative: alternative.step_seconds)
@@ -93,14 +96,6 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Alternative, str | None]:
     else:
         why = f"{runtime.name} {uncounted}"
     return best, _remark(plan, runtime, why, best)
-
-
-def _no_alternative(plan: Plan, runtime: Runtime) -> str:
-    if not plan.alternatives:
-        return "it has no alternatives"
-    if len(plan.alternatives) == 1:
-        return f"its only alternative is not for {runtime.name}"
-    return f"none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}"
 
 
 def _uncounted(plan: Plan, runtime: Runtime) -> str:
@@ -607,13 +602,14 @@ def export_megatron(request: ExportRequest) -> tuple[LayoutExport, Remarks]:
             "recompute_method": "uniform" if together else "block",
             "recompute_num_layers": number,
         }
-    write = _flags if runtime == "megatron" else _overrides
+    has_flags = bool(request.runtime.program)
+    write = _flags if has_flags else _overrides
     document = cast(type[LayoutExport], KINDS[runtime])(**fields, arguments=write(settings, request))
     remarks = [
         ends_remark(model, runtime),
         *_megatron_remarks(model, ends, stages, fields.get("first_blocks"), together, runtime),
     ]
-    if plan.tied and runtime == "megatron":
+    if plan.tied and has_flags:
         remarks.append(
             "The plan's embedding and head share a weight, as Megatron-LM's do without "
             "--untie-embeddings-and-output-weights."

@@ -138,7 +138,7 @@ def _by_cut(program: Program, links: Sequence[CutLink]) -> tuple[Array, Array]:
 def is_serial(case: Case) -> bool:
     """Whether its stages run one after another: torchgpipe and FairScale have one thread a device, and so
     one for all stages on the CPU (torchgpipe, `worker.py`: `spawn_workers`)."""
-    return isinstance(case.document, PipeExport) and set(case.document.devices) == {"cpu"}
+    return find_runtime(case.document.runtime).one_process and set(case.document.devices) == {"cpu"}
 
 
 def count_recomputed(case: Case) -> int:

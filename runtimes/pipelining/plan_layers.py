@@ -220,11 +220,11 @@ def tie_stages(
     copies_here, tables = [], _tables(coordinates) if tied else []
     for index, weight in enumerate(tied):
         devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
-        groups = _Groups.of(tables, devices)
+        all_replicas, same_replica = _groups(tables, devices)
         copies = {stage: stage_layers[stage].copies[index] for stage in stages if stage in weight.stages}
-        if copies and groups.all_replicas is not None:
+        if copies and all_replicas is not None:
             first, *others = [parameter.detach() for parameter in copies.values()]
-            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=groups.all_replicas)
+            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=all_replicas)
             for other in others:
                 other.copy_(first)
         if copies and weight.parameter.requires_grad:
@@ -232,9 +232,7 @@ def tie_stages(
                 (stages[stage], _name(stages[stage], stage_copy)) for stage, stage_copy in copies.items()
             )
             replicas = 1 if sharded else len(coordinates.ranks[0])
-            copies_here.append(
-                _TiedCopy(stage_names, groups.same_replica if sharded else groups.all_replicas, replicas)
-            )
+            copies_here.append(_TiedCopy(stage_names, same_replica if sharded else all_replicas, replicas))
     return TiedGradients(copies_here)
 
 
@@ -248,29 +246,18 @@ def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
     return sorted(set(tables))
 
 
-@dataclass(frozen=True, eq=False)
-class _Groups:
-    """Process groups that this process is in, None where a group would have one member: `all_replicas` of
-    some devices of its pipeline, and the `same_replica` of each of these devices."""
+def _groups(tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> tuple[Any, Any]:
+    """For one weight on these devices of a pipeline: the group of all their replicas that this process is in,
+    and of the same replica of each device; None where it would have one member."""
+    members = [[ranks[device] for device in devices] for ranks in tables]
+    all_replicas = [[rank for ranks in pipeline for rank in ranks] for pipeline in members]
+    same_replica = [list(ranks) for pipeline in members for ranks in zip(*pipeline, strict=True)]
+    return _group(all_replicas), _group(same_replica)
 
-    all_replicas: Any
-    same_replica: Any
 
-    @classmethod
-    def of(cls, tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> _Groups:
-        """The groups for one weight on these devices, of every pipeline."""
-        own_rank, all_replicas, same_replica = dist.get_rank(), None, None
-        for ranks in tables:
-            members = [ranks[device] for device in devices]
-            all_ranks = [rank for device_ranks in members for rank in device_ranks]
-            group = dist.new_group(all_ranks) if len(all_ranks) > 1 else None
-            all_replicas = group if own_rank in all_ranks else all_replicas
-            replicas = len(members[0])
-            for replica in range(replicas if len(devices) > 1 else 0):
-                same_replica_ranks = [device_ranks[replica] for device_ranks in members]
-                group = dist.new_group(same_replica_ranks) if replicas > 1 else group
-                same_replica = group if own_rank in same_replica_ranks else same_replica
-        return cls(all_replicas, same_replica)
+def _group(ranks: list[list[int]]) -> Any:
+    """The group of this process, of disjoint ones that all processes of the job make."""
+    return dist.new_subgroups_by_enumeration(ranks)[0] if len(ranks[0]) > 1 else None
 
 
 def _name(module: nn.Module, parameter: nn.Parameter) -> str:

@@ -692,51 +692,34 @@ def trace_shapes(
 
     Raises ExportError where PyTorch cannot run the two parts of a stage's backward.
     """
-    place = device or torch.device("cpu")
-    for trace in (_trace_on_meta, _trace_for_real):
+    place, meta = device or torch.device("cpu"), torch.device("meta")
+    for tracing in (meta, place):
         try:
-            stages = trace(layers, parts, tuple(inputs), form, splits_backward, place)
+            with _notice_autocast() as noticed, fixed_seed(0):
+                take = _layers_on(layers, tracing)
+                own_inputs = tuple(tensor.to(tracing) for tensor in inputs)
+                stages = list(map(_on_meta, _trace_stages(take, parts, own_inputs, form, splits_backward)))
         except ExportError:
             raise
         except Exception:
             # Whatever a model does there that it does not do elsewhere.
             continue
-        if stages is not None:
+        if tracing is not meta or not (noticed or torch.is_autocast_enabled(place.type)):
             return stages
     return None
 
 
-def _trace_on_meta(
-    layers: nn.Sequential,
-    parts: Sequence[int],
-    inputs: tuple[Tensor, ...],
-    form: InputForm,
-    splits_backward: bool,
-    place: torch.device,
-) -> list[StageShapes] | None:
-    """None where an autocast is on, of which the meta device knows nothing."""
-    meta_layers: Any = copy_to_meta(layers, "the model")
-    meta_inputs = tuple(tensor.to("meta") for tensor in inputs)
-    with _notice_autocast() as noticed:
-        stages = list(_trace_stages(meta_layers.__getitem__, parts, meta_inputs, form, splits_backward))
-    return None if noticed or torch.is_autocast_enabled(place.type) else stages
+def _layers_on(layers: nn.Sequential, device: torch.device) -> Callable[[slice], Any]:
+    """Copies of slices of the layers on a device: one at a time, or parts of a copy without values."""
+    if device.type == "meta":
+        whole: Any = copy_to_meta(layers, "the model")
+        return lambda stage: whole[stage]
 
-
-def _trace_for_real(
-    layers: nn.Sequential,
-    parts: Sequence[int],
-    inputs: tuple[Tensor, ...],
-    form: InputForm,
-    splits_backward: bool,
-    place: torch.device,
-) -> list[StageShapes]:
     def copy_stage(stage: slice) -> Any:
-        return copy_model(layers[stage], "the model").to(place)
+        own: Any = layers[stage]
+        return copy_model(own, "the model").to(device)
 
-    own_inputs = tuple(tensor.to(place) for tensor in inputs)
-    with fixed_seed(0):
-        stages = _trace_stages(copy_stage, parts, own_inputs, form, splits_backward)
-        return [_on_meta(stage) for stage in stages]
+    return copy_stage
 
 
 @contextmanager

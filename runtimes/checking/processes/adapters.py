@@ -82,7 +82,8 @@ class SeparateTensors(nn.Module):
 class PipeAdapter(PipelineAdapter):
     """All stages of a case."""
 
-    def __init__(self, case: Case, target: TrainingTarget) -> None:
+    def __init__(self, case: Case, target: TrainingTarget, device: torch.device) -> None:
+        del device  # each stage has its own
         self.case, self._target, self._threads = case, target, threading.enumerate()
         runtime = import_module(f"...{find_runtime(case.document.runtime).module}", __package__)
         self._pipe: Any = runtime.build(case.document, target.layers, target.example.layer_input)

@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined,unused-ignore]  # public, not exported
 
 from ....cost_models.errors import MachineError
+from ....cost_models.runtime import find_runtime
 from ....profiler.links import LinkBench
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import start as start_deepspeed
-from ...documents import DeepspeedExport, PipeExport
+from ...documents import DeepspeedExport
 from ..prediction import count_recomputed, fit_corrections, predict_seconds
 from ..records import (
     Case,
@@ -53,6 +54,11 @@ LAST_SECONDS = 30
 than the process that hangs itself (see journal.py)."""
 TRIPS = 10
 """Of each transfer."""
+ADAPTERS: dict[str, type[TorchAdapter | DeepspeedAdapter]] = {
+    "torch": TorchAdapter,
+    "deepspeed": DeepspeedAdapter,
+}
+"""By runtime; the others run all stages in one process."""
 
 
 def measure_links(sizes: Sequence[int], group: CheckGroup) -> LinkSeconds:
@@ -219,7 +225,7 @@ class CaseRun:
         return RunSeconds(
             stages=self._by_stage([stages for _, stages, _ in everyone]),
             step_seconds=[max(end - start for start, end in times) for times in by_step],
-            peak_bytes=[_most(peaks[i : i + replicas]) for i in range(0, len(peaks), replicas)],
+            peak_bytes=[max(peaks[i : i + replicas]) or None for i in range(0, len(peaks), replicas)],
         )
 
 
@@ -231,13 +237,9 @@ def _forget_stamps(pipeline: PipelineAdapter) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peaks(devices: Sequence[torch.device]) -> list[int | None]:
-    return [torch.cuda.max_memory_allocated(one) if one.type == "cuda" else None for one in devices]
-
-
-def _most(peaks: Sequence[int | None]) -> int | None:
-    measured_peaks = [peak for peak in peaks if peak is not None]
-    return max(measured_peaks) if len(measured_peaks) == len(peaks) else None
+def _peaks(devices: Sequence[torch.device]) -> list[int]:
+    """The most bytes allocated on each device; 0 where that is not known."""
+    return [torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0 for device in devices]
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -282,7 +284,8 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     """The backend, and the processes, which have found each other."""
     first = job.cases[0].document
     backend, device = "gloo", torch.device("cpu")
-    if isinstance(first, PipeExport):
+    is_one = find_runtime(first.runtime).one_process
+    if is_one:
         device = torch.device(first.devices[0])
     elif job.device == "cuda":
         backend, device = "nccl", torch.device("cuda", process.local_rank)
@@ -294,12 +297,11 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     folder, size = journal.folder, process.world_size
     store = None if folder is None else FileStore(str(folder / "store"), size)
     dist.init_process_group(backend, store=store, rank=process.rank, world_size=size, timeout=wait)
-    if isinstance(first, DeepspeedExport):
+    if first.runtime == DeepspeedExport.kind:
         start_deepspeed(device.type, wait)
     # What the processes find would go over the GPU with NCCL.
     talk = dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
-    name = "one process" if isinstance(first, PipeExport) else backend
-    return name, CheckGroup(job, device, journal, talk)
+    return "one process" if is_one else backend, CheckGroup(job, device, journal, talk)
 
 
 def _leave() -> None:
@@ -313,9 +315,7 @@ def _leave() -> None:
 
 
 def _build_adapter(device: torch.device, case: Case, target: TrainingTarget) -> PipelineAdapter:
-    if isinstance(case.document, PipeExport):
-        return PipeAdapter(case, target)
-    kind = DeepspeedAdapter if isinstance(case.document, DeepspeedExport) else TorchAdapter
+    kind = ADAPTERS.get(case.document.runtime, PipeAdapter)
     return kind(case, target, device)
 
 

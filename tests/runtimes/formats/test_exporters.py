@@ -234,8 +234,8 @@ def test_why_a_plan_is_not_for_a_runtime(
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        (1, "; and its only alternative is not for deepspeed"),
-        (2, "; and none of the plan's 2 alternatives is for deepspeed"),
+        (1, "; and none of its 1 alternative is for deepspeed"),
+        (2, "; and none of its 2 alternatives is for deepspeed"),
     ],
 )
 def test_how_many_alternatives_are_not_for_a_runtime(
