@@ -28,8 +28,12 @@ def parse_options(text: str, where: str) -> Options:
     """The values that follow each option, or stand after its `=`.
 
     Names are without dashes and sections: `--parallelism.pipeline_parallel_degree 4` is
-    {"pipeline_parallel_degree": ["4"]}. Raises FileError for quotes that do not end.
+    {"pipeline_parallel_degree": ["4"]}. A variable of a script may hold several options. Raises FileError for
+    quotes that do not end.
     """
+    text = text.replace("\\\n", " ")
+    if re.search(r"=\(\s*--", text):  # an array of bash, which may begin and end next to an option
+        text = re.sub(r"\)(?=\s*$)", " )", text.replace("=(", "=( "), flags=re.MULTILINE)
     try:
         words = shlex.split(text, comments=True)
     except ValueError as error:
@@ -38,7 +42,10 @@ def parse_options(text: str, where: str) -> Options:
     last: list[str] | None = None
     for word in words:
         match = _KEY.match(word)
-        if match:
+        if match and re.match(r"\s*--\S*\s", match[2]):
+            options |= parse_options(match[2], where)
+            last = None
+        elif match:
             value = options[_name(match[1])] = [match[2]]
             last = value if match[2].startswith("[") else None
         elif word.startswith("--"):

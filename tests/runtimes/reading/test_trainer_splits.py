@@ -94,6 +94,51 @@ def test_megatron_core_builds_as_many(blocks: int, options: str, counts: list[in
     assert built == counts
 
 
+SCRIPTS = [
+    # As in Megatron-LM's examples/pretrain_gpt_distributed.sh, of earlier versions and of today.
+    ("""
+GPT_ARGS="
+    --num-layers 12 \\
+    --pipeline-model-parallel-size 4 \\
+    --decoder-first-pipeline-num-layers 2 \\
+--decoder-last-pipeline-num-layers 4
+"
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS --bf16
+""", 12, [2, 3, 3, 4], 1),
+    ("""
+GPT_MODEL_ARGS=(
+    --num-layers 16
+    --hidden-size 64
+)
+MODEL_PARALLEL_ARGS=(
+	--tensor-model-parallel-size 2
+	--pipeline-model-parallel-size 4
+	--num-layers-per-virtual-pipeline-stage 2
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${MODEL_PARALLEL_ARGS[@]}
+""", 16, [2] * 8, 2),
+    ("""
+MODEL_ARGS=(--pipeline-model-parallel-layout "Et*3|t*3|t*3m|mL" --pipeline-model-parallel-size 4)
+""", 9, [3, 3, 3, 0], 1),
+    # torchtitan's configuration.
+    ("""
+[training]
+global_batch_size = 64
+[parallelism]
+pipeline_parallel_degree = 3
+pipeline_parallel_split_points = ["layers.2", "layers.6"]
+pipeline_parallel_schedule = "1F1B"
+""", 9, [2, 4, 3], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "blocks", "counts", "virtual"), SCRIPTS)
+def test_files_written_by_hand(text: str, blocks: int, counts: list[int], virtual: int) -> None:
+    partition = read(text, blocks)
+    assert (partition.ends, partition.virtual_stages) == (ends(counts), virtual)
+    assert partition.schedule == ("interleaved" if virtual > 1 else "1f1b")
+
+
 ROUND_TRIPS = [
     ("megatron", 12, "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2"
      " --decoder-last-pipeline-num-layers 4"),
@@ -101,6 +146,8 @@ ROUND_TRIPS = [
     ("torchtitan", 9, "--parallelism.pipeline_parallel_split_points layers.2,layers.6"
      " --parallelism.pipeline_parallel_degree 3"),
     ("megatron", 9, "--pipeline-model-parallel-layout Et*4|t*5mL|L --pipeline-model-parallel-size 3"),
+    ("megatron", 9, "--pipeline-model-parallel-layout Et*4|t*4|tm|mL --pipeline-model-parallel-size 4"),
+    ("megatron", 16, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"),
 ]  # fmt: skip
 
 
