@@ -108,17 +108,7 @@ def build(
 
     document = resolve_document(source, DeepspeedExport)
     example = None if example_input is None else ModelInput.of(example_input)
-    count = document.parts[-1]
-    samples = document.micro_batch_size // document.replicas
-    layers = match_layers(
-        document,
-        count,
-        model,
-        example,
-        layer_names,
-        granularity=document.granularity,
-        samples=samples,
-    )
+    layers = match_layers(document, model, example, layer_names)
     if document.config.get("pipeline", {}).get("activation_checkpoint_interval"):
         warn_of_second_runs(layers, "deepspeed")
     tied = find_tied_weights(layers, document.parts)
@@ -137,7 +127,7 @@ def build(
     stage_layers = split_stage(layers, document.parts, stage, tied)
     first, end = document.parts[stage : stage + 2]
     layers = nn.Sequential(*layers[:first], *stage_layers.layers, *layers[end:])
-    safe = guard_cuts(layers, document.parts, example, samples, packs_all=True)
+    safe = guard_cuts(layers, document.parts, example, document.replica_samples, packs_all=True)
     tied_modules = partial(_tied_modules, document=document, tied=tied, own=stage_layers)
     kind = partitioned_module(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
     return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)

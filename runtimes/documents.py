@@ -56,6 +56,11 @@ class ExportDocument(Document):
     """Whether they follow from an estimated profile, and not from a measured one."""
     made_by: MadeBy = MadeBy()
 
+    @property
+    def replica_samples(self) -> int:
+        """Samples of a micro-batch on one replica."""
+        return self.micro_batch_size // int(getattr(self, "replicas", 1))
+
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
         replicas = getattr(self, "replicas", 1)
@@ -95,17 +100,15 @@ def hash_names(names: Sequence[str]) -> str:
     return sha256("\n".join(names))
 
 
-def check_layers(
-    document: ExportDocument, layers: int, model: nn.Module, names: Sequence[str] | None
-) -> nn.Sequential:
-    """`model`. Raises ExportError where it is no nn.Sequential of the `layers` layers of the document.
+def check_layers(document: BuiltExport, model: nn.Module, names: Sequence[str] | None) -> nn.Sequential:
+    """`model`. Raises ExportError where it is no nn.Sequential of the layers of the document.
 
     `names` are those of the model's layers in its profile; None takes those that `pplan.sequential` gave it.
     An nn.Sequential that knows none is only counted.
     """
     from torch import nn
 
-    name = getattr(model, "model_name", "") or type(model).__name__
+    name, layers = getattr(model, "model_name", "") or type(model).__name__, document.parts[-1]
     if not isinstance(model, nn.Sequential):
         raise ExportError(
             f"{document.kind} takes an nn.Sequential of {document.model}'s {layers} layers, "
@@ -115,16 +118,16 @@ def check_layers(
     if names is None:
         own_names = getattr(model, "layer_names", ())
         names = own_names if isinstance(own_names, tuple) and len(own_names) == layers else ()
-    check_names(document, layers, len(model), names, name)
+    check_names(document, len(model), names, name)
     return model
 
 
-def check_names(document: ExportDocument, layers: int, count: int, names: Sequence[str], model: str) -> None:
-    """Raises ExportError where the `count` layers of `model`, called `names` where it knows them, are not the
-    `layers` that the document was made for."""
-    if count != layers:
+def check_names(document: BuiltExport, count: int, names: Sequence[str], model: str) -> None:
+    """Raises ExportError where the `count` layers of `model`, called `names` where it knows them, are not
+    those that the document was made for."""
+    if count != document.parts[-1]:
         raise ExportError(
-            f"the {document.kind} file is for {document.model} with {layers} layers, "
+            f"the {document.kind} file is for {document.model} with {document.parts[-1]} layers, "
             f"the model ({model}) has {count}",
             "Give it pplan.sequential(model, example_input) of that model, or make a plan for this one.",
         )
@@ -346,6 +349,10 @@ class TorchExport(ExportDocument):
     def csv(self) -> str:
         """The order as a schedule CSV, for what reads one (torchtitan's pipeline_parallel_schedule_csv)."""
         return "\n".join(self.actions) + "\n"
+
+
+BuiltExport = PipeExport | DeepspeedExport | TorchExport
+"""What pplan builds stages by."""
 
 
 class HuggingfaceExport(ExportDocument):

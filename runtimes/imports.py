@@ -739,7 +739,7 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
         replicas=document.replicas,
         devices=partition.devices or read_ranks(getattr(document, "devices", [])),
         mini_batch=document.mini_batch,
-        samples=document.micro_batch_size // document.replicas,
+        samples=document.replica_samples,
         recompute=words[0] if alike else None,
         stage_recompute=None if alike else tuple(words),
     )

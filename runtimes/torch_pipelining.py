@@ -73,13 +73,18 @@ def build(
             f"replicate {replicate!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
             "Omit replicate, or make a plan with zero=0.",
         )
-    options: dict[str, Any] = {
-        "replicate": replication,
-        "sum_losses": sum_losses,
-        "layer_names": layer_names,
-        "tensor_parallel": tensor_parallel,
-    }
-    return build_process(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)
+    return build_process(
+        document,
+        model,
+        example_input,
+        loss_fn,
+        device=device,
+        mesh=mesh,
+        replicate=replication,
+        sum_losses=sum_losses,
+        layer_names=layer_names,
+        tensor_parallel=tensor_parallel,
+    )
 
 
 def split_spec(
@@ -100,7 +105,7 @@ def split_spec(
     document = resolve_document(source, TorchExport)
     chain = build_chain(model, example_input, granularity=document.granularity, verify=True)
     names = [layer.name for layer in chain.layers]
-    check_names(document, document.parts[-1], len(names), names, chain.model_name)
+    check_names(document, len(names), names, chain.model_name)
     return {_first_module(chain, first): SplitPoint.BEGINNING for first in document.parts[1:-1]}
 
 

@@ -34,7 +34,7 @@ from ...profiler.sequential import sequential
 from ...profiler.torch_internals import copy_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from ...profiler.user_model.shared_parameters import register_references, tensors_used
-from ..documents import ExportDocument, PipeExport, check_layers, stage_bounds
+from ..documents import BuiltExport, PipeExport, check_layers
 from .ranks import RankCoordinates
 from .stage import (
     CutTensor,
@@ -427,26 +427,18 @@ def _unpack_all(packed: tuple[Tensor, ...], about: Crossings) -> tuple[Tensor, .
 
 
 def match_layers(
-    document: ExportDocument,
-    count: int,
-    model: nn.Module,
-    example: ModelInput | None,
-    names: Sequence[str] | None,
-    *,
-    granularity: str,
-    samples: int,
+    document: BuiltExport, model: nn.Module, example: ModelInput | None, names: Sequence[str] | None
 ) -> nn.Sequential:
-    """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so: also
-    where several of its layers register the same parameter or buffer, which runtimes refuse.
-
-    `samples`: of a micro-batch of one replica.
+    """`model` as it is where it is an nn.Sequential of the layers of the plan, else made so: also where
+    several of its layers register the same parameter or buffer, which runtimes refuse.
 
     Raises ExportError where it is another model, is to be made sequential without an `example`, or makes
     something else of so few samples.
     """
     matches = isinstance(model, LayerSequential) or (
-        isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
+        isinstance(model, nn.Sequential) and len(model) == document.parts[-1] and not _registers_twice(model)
     )
+    samples, granularity = document.replica_samples, document.granularity
     layers = model if matches or example is None else sequential(model, example, granularity=granularity)
     fault = layers.faults.of(samples) if isinstance(layers, LayerSequential) else ""
     if fault:
@@ -454,7 +446,7 @@ def match_layers(
             f"micro-batches of {samples} samples a replica are not the model's: {fault}",
             f"Change the model, or make a plan with larger micro-batches. {KEEP_BATCH}",
         )
-    return check_layers(document, count, layers, names)
+    return check_layers(document, layers, names)
 
 
 def check_groups(layers: nn.Sequential, stages: int) -> None:
@@ -496,17 +488,8 @@ def prepare_pipe(
     """
     example = None if example_input is None else ModelInput.of(example_input)
     _check_input(document, example)
-    parts = stage_bounds(document.balance)
-    size = document.micro_batch_size
-    layers = match_layers(
-        document,
-        parts[-1],
-        model,
-        example,
-        layer_names,
-        granularity=document.granularity,
-        samples=size,
-    )
+    parts, size = document.parts, document.micro_batch_size
+    layers = match_layers(document, model, example, layer_names)
     recomputes = document.checkpoint == "always" or (
         document.checkpoint == "except_last" and document.chunks > 1
     )

@@ -126,11 +126,10 @@ class PipelineProcess:
             UsageError: It holds something else, or not as many samples as the plan's global batch.
         """
         document = self.document
-        replica_samples = self.samples // document.micro_batches
 
         def pick(tensor: Tensor) -> Tensor:
             parts = tensor.reshape(
-                document.micro_batches, document.replicas, replica_samples, *tensor.shape[1:]
+                document.micro_batches, document.replicas, document.replica_samples, *tensor.shape[1:]
             )
             return parts[:, self.coordinates.replica].reshape(self.samples, *tensor.shape[1:])
 
@@ -226,17 +225,7 @@ def build_process(
 ) -> PipelineProcess:
     """See `pplan.runtimes.torch_pipelining.build`."""
     example = ModelInput.of(example_input)
-    count = document.parts[-1]
-    samples = document.micro_batch_size // document.replicas
-    layers = match_layers(
-        document,
-        count,
-        model,
-        example,
-        layer_names,
-        granularity=document.granularity,
-        samples=samples,
-    )
+    layers = match_layers(document, model, example, layer_names)
     tied = find_tied_weights(layers, document.parts)
     check_groups(layers, len(document.stages))
     check_equal_buffers(layers)
@@ -251,7 +240,7 @@ def build_process(
     coordinates = find_coordinates(mesh, document)
     styles = {} if tensor_parallel is None else styles_by_module(layers, tensor_parallel)
     form = InputForm.of(example)
-    first_inputs = form.micro_batch(example, samples)
+    first_inputs = form.micro_batch(example, document.replica_samples)
     splits = splits_backward(document.actions)
     shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits, device=place)
     written = written_buffers(layers)
@@ -284,11 +273,15 @@ def build_process(
             )
             for i, module in wrapped.items()
         }
-    pipeline_stages = []
-    for stage, module in wrapped.items():
-        stage_shapes = None if shapes is None else shapes[stage]
-        pipeline_stages.append(_pipeline_stage(document, stage, module, stage_shapes, place, coordinates))
-    last = stages.get(len(document.parts) - 2)
+    count, group = len(document.parts) - 1, coordinates.pipeline
+    shape_arguments: list[dict[str, Any]] = [{}] * count
+    if shapes is not None:
+        shape_arguments = [{"input_args": shape.inputs, "output_args": shape.outputs} for shape in shapes]
+    pipeline_stages: list[PipelineStage] = [
+        Stage(module, stage, count, place, group=group, **shape_arguments[stage])
+        for stage, module in wrapped.items()
+    ]
+    last = stages.get(count - 1)
     # Each loss counts by its share: to divide the gradients after the step is one more pass over all.
     share = 1.0 if sum_losses else 1 / document.micro_batches
     loss = None if last is None else StageLoss(last, loss_fn, share)
@@ -356,21 +349,6 @@ def _stage_module(
     )
     module.is_told_nothing = shapes is None
     return module
-
-
-def _pipeline_stage(
-    document: TorchExport,
-    stage: int,
-    module: nn.Module,
-    shapes: StageShapes | None,
-    device: torch.device,
-    coordinates: RankCoordinates,
-) -> PipelineStage:
-    shape_arguments: dict[str, Any] = {}
-    if shapes is not None:
-        shape_arguments = {"input_args": shapes.inputs, "output_args": shapes.outputs}
-    count = len(document.parts) - 1
-    return Stage(module, stage, count, device, group=coordinates.pipeline, **shape_arguments)
 
 
 def _schedule(document: TorchExport, stages: list[PipelineStage], loss: Callable[..., Tensor]) -> Any:

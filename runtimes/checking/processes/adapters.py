@@ -175,7 +175,7 @@ class TorchAdapter(PipelineAdapter):
 
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """The input of each of this process's stages for a micro-batch."""
-        size = self.document.micro_batch_size // self.document.replicas
+        size = self.document.replica_samples
         arguments = target.example.repeated(size).layer_input
         first = InputForm.of(target.example).micro_batch(target.example, size)
         tensors = (arguments,) if isinstance(arguments, Tensor) else arguments
@@ -244,7 +244,7 @@ class DeepspeedAdapter(PipelineAdapter):
 
         self.case, self.document, self.devices, self._loss = case, document, [device], target.loss
         self.stage, self.replica = divmod(dist.get_rank(), document.replicas)
-        example = target.example.repeated(document.micro_batch_size // document.replicas)
+        example = target.example.repeated(document.replica_samples)
         self._inputs = stage_inputs(target.layers, document.parts[self.stage], example.tensors)
         stage = build_deepspeed(document, target.layers, target.loss, target.example.layer_input)
         config = {name: value for name, value in document.config.items() if name != "optimizer"}

@@ -116,8 +116,7 @@ def load_target(model: ModelSpec | None, case: Case) -> TrainingTarget:
     """The target of a case. Raises ModelError as loading and cutting the model do, ValueError where there is
     none."""
     if case.waits is not None:
-        size = case.document.micro_batch_size // case.replicas
-        layers = emulate_stages(case.waits, size)
+        layers = emulate_stages(case.waits, case.document.replica_samples)
         return TrainingTarget(layers, ModelInput.of(torch.zeros(2, 1)), emulated_loss)
     if model is None:
         raise ValueError(f"{case.name}: its stages neither wait nor have a model")
