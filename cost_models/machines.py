@@ -173,12 +173,12 @@ def name_key(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name.lower())
 
 
-def _guess(name: str, known: Mapping[str, Preset | Machine]) -> str:
+def _guess(name: str, catalogue: Mapping[str, Preset | Machine]) -> str:
     """Ask for the names that begin so, or for the nearest one."""
     key = name_key(name)
-    begun = [other for other in known if key and other.startswith(key)]
-    near = begun or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    names = dict.fromkeys(known[other].name for other in near)
+    begun = [other for other in catalogue if key and other.startswith(key)]
+    near = begun or difflib.get_close_matches(key, catalogue, n=1, cutoff=0.5)
+    names = dict.fromkeys(catalogue[other].name for other in near)
     return f"Did you mean {' or '.join(names)}? " if names else ""
 
 

@@ -74,14 +74,14 @@ def run_in_order(values: ActionCosts, rows: list[Any] | None = None) -> list[Any
     waits, cuts = values.costs.transfers == "blocking", values.cut.tolist()
     arrived: list[Any] = [None] * len(values.order)
     columns = (*(lists[name] for name in ("device", "source", "target")), values.link.tolist(), seconds)
-    for i, (device, sender, target, line, taken) in enumerate(zip(*columns, strict=True)):
+    for i, (device, sender, target, line, seconds) in enumerate(zip(*columns, strict=True)):
         begins = free[device]
         if sender >= 0:
             other, arrived[sender] = arrived[sender], None
             begins = np.maximum(begins, other) if many else other if other > begins else begins
         if hosted:
             begins = later(begins, hosted[0][i])
-        ends = begins + taken
+        ends = begins + seconds
         if hosted:
             ends = later(ends, hosted[1][i])
         free[device] = begin = arrival = ends

@@ -309,7 +309,7 @@ def plan_without_comparison(
     bandwidth that was planned with."""
     topology, options, host = problem.topology, problem.options, problem.space.host
     on_cpu = profile.device.split(":")[0] == "cpu" and not any(is_gpu(kind.name) for kind in topology.kinds)
-    given, samples = options.mini_batch is not None, problem.samples_per_device
+    is_default, samples = options.mini_batch is None, problem.samples_per_device
     return Plan(
         **dict(plan_shape(best)),
         model=model,
@@ -330,7 +330,7 @@ def plan_without_comparison(
         prediction=_prediction(problem, best, result),
         options=options if host is None else replace(options, host_bandwidth=host.bandwidth),
         searched=describe_search(problem),
-        default_mini_batch=None if given else DefaultMiniBatch(samples_per_device=samples),
+        default_mini_batch=DefaultMiniBatch(samples_per_device=samples) if is_default else None,
         layer_names=list(problem.chain.names),
         profile=profile,
     )
