@@ -149,7 +149,7 @@ REMOVALS = [
     Removal("near shapes", "shapes of good plans first", other_schedules, "MOST_NEAR", 0),
     Removal("proposals", "other schedules", other_schedules, "propose_other_schedules", nothing),
     Removal("proposals", "other schedules", other_schedules, "propose_parts", nothing),
-    Removal("pairs", "WPipe", throughput, "paired_searches", nothing),
+    Removal("pairs", "WPipe", throughput, "wpipe_shapes", nothing),
     Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),
     Removal("equal pipelines", "deep pipelines", branch_and_bound, "score_equal", none),
     Removal("reach bound", "long chains", MemoryBound, "_halve", close),

@@ -21,7 +21,7 @@ from ..cost_models.schedules import find_schedule, xpipe_staleness
 from ..cost_models.timeline import steady_state
 from .assembly import Assembly
 from .candidate import PipelineConfig, Proposal, ScoredPlan
-from .scoring import assemble
+from .scoring import assemble, device_modes
 from .search.space import Space
 from .stage_table import Floats
 
@@ -57,6 +57,16 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
             break
         rounds *= 2
     return each * proposal.config.micro_batches
+
+
+def score_endless(space: Space, proposal: Proposal) -> ScoredPlan | None:
+    """The plan with the least that its devices must recompute; None where one has no room."""
+    assembly = assemble_endless(space, proposal, ["never"] * len(proposal.ends), 1)
+    modes = device_modes(space, assembly, proposal)
+    if modes is None:
+        return None
+    by_part = tuple(modes[place.device] for place in assembly.program.pipes[0])
+    return ScoredPlan(proposal, by_part, steady_seconds(space, proposal, by_part))
 
 
 def assemble_candidate(space: Space, plan: ScoredPlan) -> Assembly:

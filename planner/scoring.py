@@ -142,7 +142,7 @@ def _score_any(space: Space, proposal: Proposal, limit: float, *, optional: bool
         assembly = assemble(space, proposal, whole)
     except UsageError:
         return None  # the schedule does not run with these numbers
-    modes = _device_modes(space, assembly, proposal, optional=optional)
+    modes = device_modes(space, assembly, proposal, optional=optional)
     if modes is None or (optional and space.budget.over):
         return None
     step = float(step_seconds(assembly.program, replace(assembly, recompute=modes).costs())[0])
@@ -221,8 +221,8 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
     )
 
 
-def _device_modes(
-    space: Space, assembly: Assembly, proposal: Proposal, *, optional: bool
+def device_modes(
+    space: Space, assembly: Assembly, proposal: Proposal, *, optional: bool = False
 ) -> tuple[Recompute, ...] | None:
     """By device, the cheapest way to recompute that fits; None where none does, or where the plan is
     `optional` and the time is over."""

@@ -98,6 +98,27 @@ def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
     return paths
 
 
+def endless_paths(program: Program, micro_batches: int) -> list[PathCounts]:
+    """Count what a global batch of a pipeline that is never flushed takes one at a time.
+
+    A device runs the actions of its parts, its host launches them, its parts are reduced once, and a cut
+    carries every transfer. The paths of the devices' actions come first.
+    """
+    order = resolve_order(program)
+    slots, cuts = _slots(order), program.slots - 1
+    shape, paths = (program.devices * program.chunks, len(SECONDS)), list[PathCounts]()
+    for figures, times in (([0, 1], micro_batches), ([4, 5], micro_batches), ([EXPOSED], 1)):
+        for device in range(program.devices):
+            counts = PathCounts(np.zeros(shape), np.zeros((2, cuts)))
+            counts.actions[np.unique(slots[order.device == device])[:, None], figures] = times
+            paths.append(counts)
+    for cut in range(cuts):
+        transfers = np.zeros((2, cuts))
+        transfers[0, cut] = micro_batches
+        paths.append(PathCounts(np.zeros(shape), transfers))
+    return paths
+
+
 def _follow(action: int, following: Indices) -> list[int]:
     """List the actions that an action leads to, from device to device."""
     chain = list[int]()

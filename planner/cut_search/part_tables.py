@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import Training, total, with_reserve
 from ...cost_models.program import Program, StageSlot
+from ...cost_models.schedules import find_schedule
 from ...cost_models.step_costs import Costs, Hosts
 from ...cost_models.topology import Device
 from ..candidate import PipelineConfig, Proposal
@@ -45,6 +47,11 @@ class PipelineShape:
     program: Program
     ranks: tuple[Ranks, ...]
     stands_for_all: bool = False
+
+    @property
+    def is_endless(self) -> bool:
+        """Return whether the pipeline is never flushed."""
+        return not find_schedule(self.config.schedule).synchronous
 
     def proposal(self, cut_points: Sequence[int], cuts: Sequence[int]) -> Proposal:
         """Make the plan with these cuts, (parts + 1,)."""
@@ -129,6 +136,9 @@ def make_part_tables(
             "backward_launch": table.backward_launch + again * table.forward_launch,
             "exposed": exchanges.after(len(holders), size, hides=len(holders) == len(ranks)),
         }
+        if shape.is_endless:  # the whole exchange, as nothing waits for it
+            reduced = space.gradients(np.asarray(table.stage_bytes.trainable, dtype=np.float64))
+            figures["exposed"] = np.asarray(all_reduce_seconds(space.topology, ranks, reduced))
         for name in SECONDS:
             seconds[name][slot] = figures[name]
     return PartTables(program, seconds, space.hosts, *_transfers(space, shape, anywhere), usable)

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import inf
 
 from ...cost_models.errors import UsageError
@@ -30,7 +30,7 @@ from ..smallest_plan import least_on_stages, list_rooms
 from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
-from .shape_search import FAR, Record, ShapeSearch
+from .shape_search import Record, ShapeSearch, search_shapes
 
 EVERY_COUNT = 64
 """Up to so many devices every number of replicas is looked at."""
@@ -100,33 +100,19 @@ class _ScheduleSearch:
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """Search the shapes of the plans `near`, and then all."""
         record = self.record
-        shapes = [ShapeSearch(record, shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
-        for search in shapes:
+        nearest = [ShapeSearch(record, shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
+        for search in nearest:
             if not record.budget.spent:
                 search.begin()
                 search.descend()
-        skip = {(search.shape.config, search.shape.ranks) for search in shapes}
-        further = sorted(self._shapes(skip), key=lambda search: search.bound)
-        for search in further:
-            if self._is_open(search):
-                search.begin()
-        shapes += further
-        for search in sorted(further, key=lambda search: search.step):
-            if self._is_open(search) and search.step < FAR * record.limit:
-                search.descend()
-        for search in sorted(shapes, key=lambda search: search.bound):
-            if self._is_open(search):
-                search.exhaust()
-        left = [search.bound for search in shapes if search.bound < record.limit * (1 - TIE)]
-        proven = min([*left, inf if self.is_complete else self.low, record.limit])
+        skip = {(search.shape.config, search.shape.ranks) for search in nearest}
+        searches, proven = search_shapes(record, chain(nearest, self._shapes(skip)))
+        proven = proven if self.is_complete else min(proven, self.low)
         plans = sorted(
-            (search.best for search in shapes if search.best is not None),
-            key=lambda search: search.step_seconds,
+            (search.best for search in searches if search.best is not None),
+            key=lambda plan: plan.step_seconds,
         )
         return ScheduleResult(record.best, max(self.low, proven), tuple(plans))
-
-    def _is_open(self, search: ShapeSearch) -> bool:
-        return search.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
 
     def _shapes(self, skip: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
         """List the shapes that may be faster than the best plan, without those to skip."""

@@ -4,11 +4,13 @@ The local search starts from cuts that share the work evenly. It moves a cut to 
 once, which keeps the sum of a device's parts or the length of a part. The exhaustive search places part after
 part. It goes on where no path of `cut_bound` shows that what is placed, with the least that can follow, is as
 long as the best plan. What is left at the end is simulated, and scored like any plan.
+
+A pipeline that is never flushed has paths of its own (`endless_paths`), and the steady state as its step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -16,16 +18,18 @@ from math import inf
 
 import numpy as np
 
+from ...cost_models.schedules import find_schedule
 from ...cost_models.timeline import step_seconds
+from ..asynchronous import score_endless
 from ..balance import balance
-from ..candidate import ScoredPlan
+from ..candidate import Proposal, ScoredPlan
 from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.budget import SearchBudget
 from ..search.least_exchange import LeastExchanges
 from ..stage_table import Floats
-from .cut_bound import device_paths, launch_paths, path_table, remaining_seconds
+from .cut_bound import device_paths, endless_paths, launch_paths, path_table, remaining_seconds
 from .part_tables import Cuts, Mask, PartTables, PipelineShape, make_part_tables
 
 TAPERS = ((1.0, 1.0), (0.7, 1.3), (1.3, 0.7), (0.5, 1.5))
@@ -60,11 +64,21 @@ class Record:
     limit: float
     best: ScoredPlan | None = None
 
-    def add(self, plan: ScoredPlan) -> None:
-        """Keep a plan that is faster than the best one."""
-        if self.best is None or plan.step_seconds < self.best.step_seconds:
+    def score(self, proposal: Proposal) -> ScoredPlan | None:
+        """Score a plan that fits, and keep it if it is faster than the best one."""
+        space = self.problem.space
+        if not find_schedule(proposal.config.schedule).synchronous:
+            plan = score_endless(space, proposal)
+        else:
+            plan = fastest(space, [proposal]) if self.problem.allows(proposal) else None
+        if plan is not None and (self.best is None or plan.step_seconds < self.best.step_seconds):
             self.best = plan
             self.limit = min(self.limit, plan.step_seconds)
+        return plan
+
+    def is_open(self, seconds: float) -> bool:
+        """Return whether a plan of so many seconds is worth a look."""
+        return seconds < self.limit * (1 - TIE) and not self.budget.spent
 
 
 @dataclass
@@ -151,8 +165,12 @@ class ShapeSearch:
         """(paths, parts, n + 1, n + 1): a mean of the devices' paths, and paths that no other one exceeds."""
         tables, program = self._least, self.shape.program
         wholes = [tables.seconds["forward"][slot][0, -1] for slot in program.parts_by_slot if not slot.chunk]
-        paces = np.repeat(1 / np.maximum(wholes, 1e-300), 2)
-        counts = [*device_paths(program), *launch_paths(program, tables.hosts)]
+        paces = 1 / np.maximum(wholes, 1e-300)
+        if self.shape.is_endless:
+            counts = endless_paths(program, self.shape.config.micro_batches)
+        else:
+            paces = np.repeat(paces, 2)
+            counts = [*device_paths(program), *launch_paths(program, tables.hosts)]
         paths = [np.zeros(tables.usable.shape)]
         for index, path in enumerate(counts):
             table = path_table(tables, path)
@@ -218,7 +236,14 @@ class ShapeSearch:
         if not len(rows):
             return rows, np.zeros(0)
         self.record.budget.simulate(len(rows), self._actions)
-        steps = step_seconds(self.shape.program, (tables or self._tables).costs(rows))
+        if self.shape.is_endless:
+            steps = (
+                self._paths[:, np.arange(rows.shape[1] - 1), rows[:, :-1], rows[:, 1:]]
+                .sum(axis=2)
+                .max(axis=0)
+            )
+        else:
+            steps = step_seconds(self.shape.program, (tables or self._tables).costs(rows))
         order = np.argsort(steps, kind="stable")
         return rows[order], steps[order]
 
@@ -232,11 +257,26 @@ class ShapeSearch:
             proposal = self.shape.proposal(cut_points, key)
             budget.simulate(1, 4 * self._actions)
             budget.spend(SCORE_WORK)
-            plan = fastest(problem.space, [proposal]) if problem.allows(proposal) else None
+            plan = self.record.score(proposal)
             self._scored[key] = inf if plan is None else plan.step_seconds
             if plan is not None and plan.step_seconds < self.step:
                 self.best = plan
-                self.record.add(plan)
+
+
+def search_shapes(record: Record, shapes: Iterable[ShapeSearch]) -> tuple[list[ShapeSearch], float]:
+    """Search the cuts of some shapes, and bound all plans of them that are not scored."""
+    searches = sorted(shapes, key=lambda search: search.bound)
+    for search in searches:
+        if search.best is None and record.is_open(search.bound):
+            search.begin()
+    for search in sorted(searches, key=lambda search: search.step):
+        if record.is_open(search.bound) and search.step < FAR * record.limit:
+            search.descend()
+    for search in sorted(searches, key=lambda search: search.bound):
+        if record.is_open(search.bound):
+            search.exhaust()
+    left = (search.bound for search in searches if search.bound < record.limit * (1 - TIE))
+    return searches, min([*left, record.limit])
 
 
 def _neighbours(cuts: Cuts, usable: Mask) -> Cuts:

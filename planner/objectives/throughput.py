@@ -3,7 +3,7 @@
 If gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
 searched exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches
 and the same orders of devices and replicas as the other plans. Their weight versions count in the memory.
-WPipe is searched too (`paired_search`) if there are few cut points, with equal replicas of every stage.
+WPipe is searched too (`shape_search`) if there are few cut points, with equal replicas of every stage.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from math import inf
 from typing import Literal
 
+import numpy as np
+
 from ...cost_models.errors import DefectError, UsageError
+from ...cost_models.schedules import find_schedule
 from ..asynchronous import (
     ASYNCHRONOUS,
     PIPEDREAM,
@@ -26,24 +30,28 @@ from ..asynchronous import (
     steady_seconds,
 )
 from ..candidate import Mode, PipelineConfig, Proposal, ScoredPlan
+from ..cut_search.part_tables import PipelineShape
+from ..cut_search.shape_search import Record, ShapeSearch, search_shapes
 from ..joint_search import BEST, find_best_plan
 from ..plan_file import TIE
 from ..planners.pipedream_planner import PAPER, WORK, PipeDreamStages, Recurrence, shortest_bottleneck
 from ..planners.replica_groups import thin_cuts
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
-from ..search.budget import OutOfTime
+from ..search.budget import WORK_A_SECOND, OutOfTime
+from ..search.least_exchange import LeastExchanges
 from ..search.space import Space
 from ..smallest_plan import nothing_fits
 from ..universal_bound import work_bound
 from .objective_result import ObjectiveResult
-from .paired_search import MOST_PLACES, PairedSearch
 from .steady_search import SteadySearch
 
-ENTRIES_A_SECOND = 1e8
-"""Entries of tables that one core computes in a second, about."""
-PAIRED_PASSES = 30
-"""Over the tables of a search of WPipe, about."""
+CUTS_A_SECOND = 3.3e6
+"""Cuts of the two parts of a device that may be searched in a second."""
+MOST_PLACES = 26
+"""Cut points, with both ends, of chains that WPipe is searched of."""
+SHARE = 0.45
+"""Share of the time limit's work for WPipe."""
 ENDLESS = 2**62
 """Micro-batches of a run that does not end."""
 COARSE = (24, 48)
@@ -86,7 +94,7 @@ def asynchronous_names(problem: Problem) -> list[str]:
     """The schedules that are in the running."""
     names = [PIPEDREAM, TWO_VERSIONS]
     names += [XPIPE] if problem.options.optimizer in PREDICTING else []
-    return names + ([WPIPE] if paired_searches(problem) else [])
+    return names + ([WPIPE] if wpipe_shapes(problem) else [])
 
 
 def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
@@ -129,12 +137,18 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
                 step = steady_seconds(problem.space, faster.proposal, faster.recompute)
                 if step < limit:
                     best, limit = replace(faster, step_seconds=step), step
+        low, work = work_bound(problem), SHARE * problem.options.time_limit * WORK_A_SECOND
+        record = Record(problem, problem.budget.part(work), LeastExchanges(problem.space), limit)
+        shapes = (ShapeSearch(record, shape, low) for shape in wpipe_shapes(problem))
+        bound = min(bound, search_shapes(record, shapes)[1])
+        if record.best is not None and record.best.step_seconds < limit:
+            best = record.best
     except OutOfTime:
         bound = min(bound, work_bound(problem))
     return best, bound
 
 
-def _searches(problem: Problem) -> Iterator[tuple[SteadySearch | PairedSearch, bool]]:
+def _searches(problem: Problem) -> Iterator[tuple[SteadySearch, bool]]:
     """Searches by configuration and order of the devices, each with whether it covers all of their plans."""
     configs = asynchronous_configs(problem)
     for space, counts, is_whole in _spaces(problem):
@@ -146,37 +160,27 @@ def _searches(problem: Problem) -> Iterator[tuple[SteadySearch | PairedSearch, b
                     ),
                     is_whole,
                 )
-    for search in paired_searches(problem):
-        yield search, True
 
 
-def paired_searches(problem: Problem) -> list[PairedSearch]:
-    """Searches of WPipe, by micro-batch size, order, stages and replicas; none if they take too long."""
+def wpipe_shapes(problem: Problem) -> list[PipelineShape]:
+    """WPipe on the first devices of every order, by stages and replicas; none if there are too many cuts."""
     places = len(problem.space.table(problem.space.chain.sizes[0]).cut_points)
-    runtime, batch = problem.runtime, problem.mini_batch
+    runtime, batch, shapes = problem.runtime, problem.mini_batch, list[PipelineShape]()
     unknown = runtime is not None and WPIPE not in runtime.schedules
     if problem.options.planner != BEST or problem.space.is_long or places > MOST_PLACES or unknown:
         return []
-    searches = [
-        PairedSearch(
-            problem.space,
-            PipelineConfig(WPIPE, mode, batch // size, size, 2),
-            placement,
-            stages,
-            replicas,
-        )
-        for mode in _modes(problem)
-        for size in problem.sizes
-        for placement in problem.placements
-        for stages in problem.stage_counts
-        for replicas in _replica_counts(problem)
-        if stages > 1
-        and 2 * stages < places
-        and batch // size % stages == 0
-        and _fits_devices(problem, size, stages, replicas)
-    ]
-    entries = sum(search.stages for search in searches) * places**4
-    return searches if PAIRED_PASSES * entries <= problem.options.time_limit * ENTRIES_A_SECOND else []
+    every = product(_modes(problem), problem.sizes, problem.placements, problem.stage_counts[1:])
+    for mode, size, placement, stages in every:
+        if 2 * stages >= places or batch // size % stages:
+            continue
+        program = find_schedule(WPIPE).program(stages, 4 * stages, 2)
+        for replicas in _replica_counts(problem):
+            if _fits_devices(problem, size, stages, replicas):
+                ranks = np.array(placement.ranks[: stages * replicas]).reshape(stages, replicas)
+                config = PipelineConfig(WPIPE, mode, batch // size, size, 2)
+                shapes.append(PipelineShape(config, program, tuple(map(tuple, ranks.tolist()))))
+    cuts = sum(len(shape.ranks) for shape in shapes) * places**4
+    return shapes if cuts <= CUTS_A_SECOND * problem.options.time_limit else []
 
 
 def _fits_devices(problem: Problem, size: int, stages: int, replicas: int) -> bool:

@@ -21,13 +21,13 @@ from pplan.planner.problem import Problem
 from pplan.planner.scoring import (
     MOST_SCORED,
     MOST_TRIED,
-    _device_modes,
     _score_linear,
     _score_long,
     _score_trials,
     _Trial,
     _trials,
     busiest_seconds,
+    device_modes,
     least_in_parts,
     make_program,
     possible,
@@ -228,16 +228,16 @@ def test_each_device_takes_the_cheapest_mode_that_fits(optional: bool, monkeypat
     clock = Clock()
     space: Any = SimpleNamespace(limit=limits.__getitem__, budget=clock)
     monkeypatch.setattr(module, "stage_modes", lambda _: ("never", "always"))
-    assert _device_modes(space, assembly, proposal(3, 6), optional=optional) == ("always", "never")
+    assert device_modes(space, assembly, proposal(3, 6), optional=optional) == ("always", "never")
     assert asked == [(0, "never"), (0, "always"), (1, "never")]
     limits[0,] = inf
     asked.clear()
-    assert _device_modes(space, assembly, proposal(3, 6), optional=optional) == ("never", "never")
+    assert device_modes(space, assembly, proposal(3, 6), optional=optional) == ("never", "never")
     assert asked == [(1, "never")]
     limits[1,] = 3.9
-    assert _device_modes(space, assembly, proposal(3, 6), optional=optional) is None
+    assert device_modes(space, assembly, proposal(3, 6), optional=optional) is None
     limits[1,], clock.most = 7.0, 0
-    late = _device_modes(space, assembly, proposal(3, 6), optional=optional)
+    late = device_modes(space, assembly, proposal(3, 6), optional=optional)
     assert late == (None if optional else ("never", "never"))
 
 

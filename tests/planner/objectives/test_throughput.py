@@ -31,7 +31,7 @@ MODES: tuple[Recompute, Recompute] = ("never", "always")
 @pytest.fixture(autouse=True)
 def lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without WPipe, whose search has tests of its own."""
-    monkeypatch.setattr(throughput_module, "paired_searches", lambda problem: [])  # noqa: ARG005 - called with it
+    monkeypatch.setattr(throughput_module, "wpipe_shapes", lambda problem: [])  # noqa: ARG005 - called with it
 
 
 def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:

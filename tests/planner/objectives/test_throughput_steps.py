@@ -15,8 +15,7 @@ from pplan.cost_models.errors import DefectError
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import throughput as module
 from pplan.planner.objectives.throughput import (
-    ENTRIES_A_SECOND,
-    PAIRED_PASSES,
+    CUTS_A_SECOND,
     _allows,
     _fits_devices,
     _join_bounds,
@@ -26,8 +25,8 @@ from pplan.planner.objectives.throughput import (
     asynchronous_names,
     asynchronous_refusal,
     fastest_asynchronous,
-    paired_searches,
     throughput,
+    wpipe_shapes,
 )
 from pplan.planner.plan_file import TIE
 from pplan.planner.problem import Problem
@@ -140,7 +139,7 @@ def test_schedules_and_micro_batches(
 
 def test_names_of_what_is_in_the_running(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     pairs = list[Any]()
-    monkeypatch.setattr(module, "paired_searches", lambda _: pairs)
+    monkeypatch.setattr(module, "wpipe_shapes", lambda _: pairs)
     assert asynchronous_names(make_problem(1, 4, 2)) == ["pipedream", "pipedream-2bw"]
     assert asynchronous_names(make_problem(1, 4, 2, optimizer="adam")) == [
         "pipedream",
@@ -202,18 +201,18 @@ def test_pairs_that_there_is_time_for(make_problem: MakeProblem) -> None:
         for replicas in (1, 2, 3, 4)
         if 2 * stages < places and (8 // size) % stages == 0 and stages * replicas <= 4 and replicas <= size
     }
-    searches = paired_searches(problem)
-    own = [(each.config.micro_batch_size, each.stages, each.replicas) for each in searches]
+    searches = wpipe_shapes(problem)
+    own = [(each.config.micro_batch_size, len(each.ranks), len(each.ranks[0])) for each in searches]
     assert set(own) == expected
     assert len(own) == len(expected) * len(problem.placements)
     assert {
         (each.config.schedule, each.config.micro_batches, each.config.virtual_stages) for each in searches
     } == {("wpipe", 8 // size, 2) for size, _, _ in expected}
-    seconds = PAIRED_PASSES * sum(each.stages for each in searches) * places**4 / ENTRIES_A_SECOND
+    seconds = sum(len(each.ranks) for each in searches) * places**4 / CUTS_A_SECOND
     enough = make_problem(1, 8, 4, mini_batch=8, time_limit=seconds * (1 + 1e-12))
-    assert len(paired_searches(enough)) == len(searches)
-    assert paired_searches(make_problem(1, 8, 4, mini_batch=8, time_limit=seconds * 0.999)) == []
-    assert paired_searches(make_problem(1, 8, 4, mini_batch=8, time_limit=1e6, planner="pipedream")) == []
+    assert len(wpipe_shapes(enough)) == len(searches)
+    assert wpipe_shapes(make_problem(1, 8, 4, mini_batch=8, time_limit=seconds * 0.999)) == []
+    assert wpipe_shapes(make_problem(1, 8, 4, mini_batch=8, time_limit=1e6, planner="pipedream")) == []
 
 
 class Search:
@@ -238,7 +237,7 @@ class Search:
         ([(3.0, 2.75, False), (None, 3.0, True)], (3.0, 3.0)),
         ([(None, 4.0, True), (None, 3.5, True)], (None, 3.5)),
         ([(6.0, 5.0, True)], (None, 5.0)),
-        ([], (None, inf)),
+        ([], (None, 5.0)),
     ],
 )
 def test_the_fastest_of_all_searches(
@@ -250,6 +249,7 @@ def test_the_fastest_of_all_searches(
     """Each is asked for less than the best plan so far; coarse searches prove nothing."""
     every = [(Search(best, bound), is_whole) for best, bound, is_whole in searches]
     monkeypatch.setattr(module, "_searches", lambda _: iter(every))
+    monkeypatch.setattr(module, "wpipe_shapes", lambda _: [])
     steps = iter([best for best, _, _ in searches if best is not None])
     monkeypatch.setattr(module, "steady_seconds", lambda *_: next(steps))
     best, bound = fastest_asynchronous(make_problem(1, 4, 2), 5.0)
@@ -263,7 +263,7 @@ def test_no_time_for_a_search(make_problem: MakeProblem, monkeypatch: Patch) -> 
     first, last = Search(3.0, 3.0), Search(1.0, 1.0)
     own = [(each, True) for each in (first, Search(None, 0.0, late=True), last)]
     monkeypatch.setattr(module, "_searches", lambda _: iter(own))
-    monkeypatch.setattr(module, "paired_searches", lambda _: [])
+    monkeypatch.setattr(module, "wpipe_shapes", lambda _: [])
     monkeypatch.setattr(module, "work_bound", lambda _: 2.5)
     monkeypatch.setattr(module, "steady_seconds", lambda *_: 3.25)
     best, bound = fastest_asynchronous(make_problem(1, 4, 2), inf)

@@ -10,9 +10,6 @@ from math import inf
 import pytest
 
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.schedules import find_schedule
-from pplan.cost_models.step_costs import stage_costs
-from pplan.cost_models.timeline import simulate
 from pplan.planner.asynchronous import (
     assemble_endless,
     asynchronous_notes,
@@ -20,26 +17,33 @@ from pplan.planner.asynchronous import (
     steady_seconds,
 )
 from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.objectives import paired_search, throughput
-from pplan.planner.objectives.paired_search import PairedSearch, _most_in_flight
-from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, paired_searches
+from pplan.planner.cut_search.part_tables import PipelineShape
+from pplan.planner.cut_search.shape_search import Record, ShapeSearch, search_shapes
+from pplan.planner.objectives import throughput
+from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, wpipe_shapes
 from pplan.planner.plan_simulation import plan_stages
 from pplan.planner.problem import Problem
+from pplan.planner.search.budget import SearchBudget
+from pplan.planner.search.least_exchange import LeastExchanges
 
 MakeProblem = Callable[..., Problem]
 MODES: tuple[Recompute, Recompute] = ("never", "always")
 
 
-def every_plan(search: PairedSearch) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:
+def wpipe_searches(problem: Problem, work: float = inf) -> Iterator[tuple[ShapeSearch, float]]:
+    """The search of each shape, and a bound on its plans."""
+    for shape in wpipe_shapes(problem):
+        record = Record(problem, SearchBudget(work), LeastExchanges(problem.space), inf)
+        search = ShapeSearch(record, shape, 0.0)
+        yield search, search_shapes(record, [search])[1]
+
+
+def every_plan(problem: Problem, shape: PipelineShape) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:
     """All cuts and ways to recompute, whether they fit or not."""
-    cut_points = search.cut_points
-    devices = [
-        tuple(search.placement.ranks[first : first + search.replicas])
-        for first in range(0, search.stages * search.replicas, search.replicas)
-    ]
-    for ends in combinations(cut_points[1:-1], 2 * search.stages - 1):
-        proposal = Proposal(search.config, (*ends, cut_points[-1]), tuple(devices) * 2)
-        for modes in product(MODES, repeat=search.stages):
+    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
+    for inner in combinations(range(1, len(cut_points) - 1), 2 * len(shape.ranks) - 1):
+        proposal = shape.proposal(cut_points, (0, *inner, len(cut_points) - 1))
+        for modes in product(MODES, repeat=len(shape.ranks)):
             yield proposal, modes * 2
 
 
@@ -68,23 +72,22 @@ def test_no_plan_is_below_the_bound_nor_faster_than_the_answer(
     problem = make_problem(
         seed, 5 + seed % 2, 2 + seed % 2, memory=memory, optimizer=["sgd", "adam"][seed % 2], mini_batch=6
     )
-    searches, plans = paired_searches(problem), 0
-    for search in searches:
-        fastest, bound = search.fastest(inf)
+    plans = 0
+    for search, bound in wpipe_searches(problem):
         steps = [
             steady_seconds(problem.space, proposal, modes)
-            for proposal, modes in every_plan(search)
+            for proposal, modes in every_plan(problem, search.shape)
             if fits(problem, proposal, modes)
         ]
         plans += len(steps)
         least = min(steps, default=inf)
         assert bound <= least * (1 + 1e-9)
-        if fastest is None:
+        if search.best is None:
             assert least == inf
         else:
-            assert fits(problem, fastest.proposal, fastest.recompute)
+            assert fits(problem, search.best.proposal, search.best.recompute)
             assert bound == pytest.approx(least, rel=1e-9)
-            assert fastest.step_seconds == pytest.approx(least, rel=1e-9)
+            assert search.step == pytest.approx(least, rel=1e-9)
     assert (plans > 0) == (seed != 2)
 
 
@@ -98,43 +101,38 @@ def test_launches_of_what_runs_again_count_twice(make_problem: MakeProblem) -> N
     )
     problem = replace(made, chain=chain)
     again = 0
-    for search in paired_searches(problem):
-        fastest, bound = search.fastest(inf)
-        if fastest is None:
+    for search, bound in wpipe_searches(problem):
+        if search.best is None:
             continue
-        table = search.space.replica_group(search.config.micro_batch_size, (0,)).table
-        launches = [0.0] * search.stages
-        for part, (at, mode) in enumerate(_parts(search, fastest)):
+        config, stages = search.shape.config, len(search.shape.ranks)
+        table = problem.space.replica_group(config.micro_batch_size, (0,)).table
+        launches = [0.0] * stages
+        for part, (at, mode) in enumerate(_parts(search.best, table.cut_points)):
             twice = table.forward_launch[at] * (1 + (mode != "never"))
-            launches[part % search.stages] += float(table.backward_launch[at] + twice)
-        assert bound >= search.config.micro_batches * max(launches) * (1 - 1e-9)
+            launches[part % stages] += float(table.backward_launch[at] + twice)
+        assert bound >= config.micro_batches * max(launches) * (1 - 1e-9)
         steps = [
             steady_seconds(problem.space, proposal, modes)
-            for proposal, modes in every_plan(search)
+            for proposal, modes in every_plan(problem, search.shape)
             if fits(problem, proposal, modes)
         ]
-        assert fastest.step_seconds == pytest.approx(min(steps), rel=1e-9)
-        again += "always" in fastest.recompute
+        assert search.step == pytest.approx(min(steps), rel=1e-9)
+        again += "always" in search.best.recompute
     assert again
 
 
-def _parts(search: PairedSearch, plan: ScoredPlan) -> Iterator[tuple[tuple[int, int], Recompute]]:
+def _parts(plan: ScoredPlan, points: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Recompute]]:
     """Between which places the parts lie, and how they recompute."""
-    points, ends = search.cut_points, plan.proposal.ends
-    for first, end, mode in zip((0, *ends), ends, plan.recompute, strict=False):
+    for first, end, mode in zip((0, *plan.proposal.ends), plan.proposal.ends, plan.recompute, strict=False):
         yield (points.index(first), points.index(end)), mode
 
 
-def test_fewer_cuts_than_there_are_leave_a_bound(
-    make_problem: MakeProblem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a search that ends early no plan is below what it says."""
+def test_little_work_leaves_a_bound(make_problem: MakeProblem) -> None:
+    """No plan is below the bound of a search that ends early."""
     problem = make_problem(1, 6, 3, mini_batch=6)
-    whole = [search.fastest(inf)[1] for search in paired_searches(problem)]
-    monkeypatch.setattr(paired_search, "MOST_SIMULATED", 1)
-    for search, least in zip(paired_searches(problem), whole, strict=True):
-        fastest, bound = search.fastest(inf)
-        assert fastest is None or bound <= least * (1 + 1e-9) <= fastest.step_seconds * (1 + 2e-9)
+    least = [bound for _, bound in wpipe_searches(problem)]
+    for (search, bound), own in zip(wpipe_searches(problem, 3e7), least, strict=True):
+        assert bound <= own * (1 + 1e-9) <= search.step * (1 + 2e-9)
 
 
 def test_wpipe_is_the_answer_where_two_versions_have_no_room(
@@ -162,7 +160,7 @@ def test_wpipe_is_the_answer_where_two_versions_have_no_room(
         ]
         assert stages[here].memory["weights"] >= sum(parts) * (1 - 1e-9)
         assert stages[here].memory["weight_versions"] == pytest.approx(parts[0])
-    monkeypatch.setattr(throughput, "paired_searches", lambda problem: [])  # noqa: ARG005 - called with it
+    monkeypatch.setattr(throughput, "wpipe_shapes", lambda problem: [])  # noqa: ARG005 - called with it
     assert fastest_asynchronous(problem, inf) == (None, inf)
 
 
@@ -171,8 +169,8 @@ def test_it_is_the_best_of_all_asynchronous_ones(
 ) -> None:
     problem = make_problem(1, 6, 2, memory=1500, mini_batch=4)
     best, bound = fastest_asynchronous(problem, inf)
-    pairs = min(search.fastest(inf)[1] for search in paired_searches(problem))
-    monkeypatch.setattr(throughput, "paired_searches", lambda problem: [])  # noqa: ARG005 - called with it
+    pairs = min(bound for _, bound in wpipe_searches(problem))
+    monkeypatch.setattr(throughput, "wpipe_shapes", lambda problem: [])  # noqa: ARG005 - called with it
     line, least = fastest_asynchronous(problem, inf)
     assert best is not None
     assert line is not None
@@ -185,16 +183,3 @@ def test_long_chains_and_runtimes_have_no_wpipe(make_problem: MakeProblem) -> No
     assert "wpipe" in asynchronous_names(make_problem(0, 6, 2))
     assert "wpipe" not in asynchronous_names(make_problem(0, 40, 2))
     assert "wpipe" not in asynchronous_names(make_problem(0, 6, 2, runtime="torch"))
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 6)])
-def test_what_a_device_holds_of_each_part(stages: int, micro_batches: int) -> None:
-    """As many micro-batches as the simulator sees at the peak."""
-    program = find_schedule("wpipe").program(stages, micro_batches)
-    timeline = simulate(program, stage_costs(program, 1.0, 2.0))
-    for device in range(stages):
-        peaks = [
-            max(level for _, level in timeline.memory_over_time(device, 0, own))
-            for own in ([1.0, 0.0], [0.0, 1.0])
-        ]
-        assert _most_in_flight(program, device) == tuple(peaks)
