@@ -28,7 +28,6 @@ from problems import CASES
 from pplan.cost_models.errors import InfeasibleError
 from pplan.planner import joint_search, other_schedules, problem, universal_bound
 from pplan.planner.build_plan import build_problem
-from pplan.planner.cut_search.schedule_search import _ScheduleSearch
 from pplan.planner.cut_search.shape_search import ShapeSearch
 from pplan.planner.objectives import throughput
 from pplan.planner.search import bound, branch_and_bound, near_plans, subproblem
@@ -92,11 +91,6 @@ def within(incumbent: Any, *_: object) -> float:
     return float(incumbent.within)
 
 
-def always(*_: object) -> bool:
-    """Replaces a question whether something is worth a look."""
-    return True
-
-
 def never(*_: object) -> bool:
     """Replaces a question whether a search may begin."""
     return False
@@ -143,7 +137,6 @@ REMOVALS = [
     Removal("orders", "orders of the devices", problem, "list_placements", first_order),
     Removal("free devices", "stages that begin with a node", Placement, "starts_after", next_position),
     Removal("partition bound", "imported plans", universal_bound, "_bisect", lowest),
-    Removal("parts that fit", "shapes of other schedules", _ScheduleSearch, "_may_fit", always),
     Removal("all cuts", "proofs of other schedules", ShapeSearch, "exhaust", none),
     Removal("cut descent", "cuts of other schedules", ShapeSearch, "descend", none),
     Removal("near shapes", "shapes of good plans first", other_schedules, "MOST_NEAR", 0),

@@ -127,14 +127,6 @@ def work_and_path_bound(
     return PlanSet(problem.space, config.schedule, config, ranks, counts).simple
 
 
-def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:
-    """Make the partitions of the layers among the plans of a configuration."""
-    counts = {count for choice in problem.replica_choices(config.micro_batch_size) for count in choice}
-    ranks = range(problem.usable_gpus)
-    plans = PlanSet(problem.space, config.schedule, config, ranks, tuple(sorted(counts)))
-    return Partitions(plans, exchanges)
-
-
 def _bisect(partitions: Partitions, low: float, high: float) -> float:
     """Find about the longest step that is too short for all partitions."""
     for _ in range(HALVINGS):
@@ -299,8 +291,7 @@ class PlanSet:
         if limit == inf:
             return table.valid
         context = min(ledger_options(kind, space.dtype)["context_bytes"] for kind in space.topology.kinds)
-        holders = count if self.copies == 1 else len(self.ranks)
-        training = Training(space.optimizer, space.number_bytes, holders, space.zero)
+        training = Training(space.optimizer, space.number_bytes, count, space.zero)
         states = total(training.states(stage))
         if not space.zero:
             states = states + training.exchange_bytes(stage)
@@ -311,13 +302,13 @@ class PlanSet:
         return has_room
 
     def _at_work(self, stage: StageBytes) -> Amount:
-        """Bytes of one micro-batch, or its first share, with the workspace of a forward or whole backward."""
+        """Bytes of one micro-batch, with the workspace of a forward or whole backward."""
         whole = stage.saved + stage.saved_input
         if self.modes in UNPROPOSED:
-            return self.first_share * np.minimum(whole, stage.input)
+            return np.minimum(whole, stage.input)
         again = stage.input if self.splits else stage.input + whole
         activations = {"never": whole, "always": again}.get(self.modes, np.minimum(whole, again))
-        return self.first_share * activations + stage.workspace
+        return activations + stage.workspace
 
 
 def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
@@ -335,7 +326,7 @@ def _largest_share(least: Floats, seconds: Floats) -> float:
 @dataclass(frozen=True, eq=False)
 class _Parts:
     """Parts on so many replicas, (cut points, cut points) each: f, f + b, w (inf if no part may lie there), e
-    and the host seconds of a micro-batch; (cut points,): bytes that a replica sends."""
+    and the host seconds of a micro-batch."""
 
     replicas: int
     forward: Floats
@@ -343,7 +334,6 @@ class _Parts:
     work: Floats
     exposed: Floats
     launches: Floats
-    crossing: Floats
 
     def ends_by(self, seconds: float, lead: Floats, micro_batches: float) -> Mask:
         """(cut points, cut points): whether work that begins after `lead`, with launches and exchange, may be
@@ -355,45 +345,21 @@ class _Parts:
 
 @dataclass(frozen=True, eq=False)
 class Partitions:
-    """The partitions of the layers among some plans; `exchanges`: e of any part."""
+    """The partitions of the layers among straight pipelines; `exchanges`: e of any part."""
 
     plans: PlanSet
     exchanges: LeastExchanges
 
     @property
-    def part_entries(self) -> float:
-        """Entries of the table of a part."""
-        return len(self._table.cut_points) ** 2 + 3_000.0
-
-    @property
     def entries(self) -> float:
         """Entries of the tables of one question."""
         gpus, counts = len(self.plans.ranks), self.plans.counts
-        return sum(gpus - count + 5 for count in counts) * self.part_entries
+        return sum(gpus - count + 5 for count in counts) * (len(self._table.cut_points) ** 2 + 3_000.0)
 
     def may_take_all(self, seconds: float) -> bool:
         """Return whether there may be a plan of straight pipelines of so many seconds."""
         seconds *= 1 + TIE / 10
         return self.may_share(seconds) and self.may_follow(seconds)
-
-    def may_take(self, replicas: Sequence[int], is_sent: Sequence[bool], seconds: float) -> bool:
-        """Return whether there may be a plan of parts with these replicas, in their order; by cut, whether
-        what crosses it `is_sent` to other devices."""
-        count, first = self.plans.config.micro_batches // self.plans.copies, self.plans.first_share
-        lead = np.full(len(self._table.cut_points), inf)
-        lead[0] = 0.0
-        for index, replica_count in enumerate(replicas):
-            parts = self._by_count.get(replica_count)
-            if parts is None:
-                return False
-            fits = parts.ends_by(seconds, lead[:, None], count)
-            lead = np.where(fits, lead[:, None] + first * parts.forward, inf).min(axis=0)
-            if index < len(is_sent) and is_sent[index]:
-                following = self._by_count.get(replicas[index + 1], parts)
-                sent = np.minimum(parts.crossing, following.crossing) / self._fastest[0]
-                # A link carries one transfer at a time.
-                lead = np.where(lead + count * sent <= seconds, lead + first * sent, inf)
-        return bool(np.isfinite(lead[-1]))
 
     def may_share(self, seconds: float) -> bool:
         """Return whether there may be straight pipelines whose parts have room in the devices' time."""
@@ -459,21 +425,13 @@ class Partitions:
         plans, table, space = self.plans, self._table, self.plans.space
         batch = divide_batch(plans.config.micro_batch_size, count)
         per_replica = space.table(batch)
-        # Copies wait for each other.
-        schedule = SCHEDULES.get(plans.schedule)
-        one_model = schedule is not None and schedule.trains_one_model
-        further = plans.copies - 1 if one_model and not space.zero else 0
-        exposed = self.exchanges.after(count + further, batch, hides=not further)
-        if plans.is_straight:
-            exposed = exposed + space.least_tied(table, count)
         return _Parts(
             count,
             table.stage_sums(forward),
             table.stage_sums(forward + back),
             np.where(space.usable & plans.fits(count, per_replica), table.stage_sums(work), inf),
-            exposed,
+            self.exchanges.after(count, batch) + space.least_tied(table, count),
             (1 + plans.recompute) * per_replica.forward_launch + per_replica.backward_launch,
-            per_replica.crossing,
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from math import inf
 
 from ...cost_models.errors import UsageError
@@ -27,7 +27,7 @@ from ..search.budget import WORK_A_SECOND
 from ..search.device_classes import Shape, is_uniform
 from ..search.least_exchange import LeastExchanges
 from ..smallest_plan import least_on_stages, list_rooms
-from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
+from ..universal_bound import universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
 from .shape_search import Record, ShapeSearch, search_shapes
@@ -95,7 +95,6 @@ class _ScheduleSearch:
         reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
         self.bounds: dict[object, float] = {}
-        self.partitions: dict[tuple[str, int, str], Partitions] = {}
 
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """Search the shapes of the plans `near`, and then all."""
@@ -130,8 +129,6 @@ class _ScheduleSearch:
                     self.is_complete = False
                     return
                 continue
-            if not self._may_fit(shape):
-                continue
             count += 1
             record.budget.spend(100_000)
             yield ShapeSearch(record, shape, bound)
@@ -161,18 +158,6 @@ class _ScheduleSearch:
         if key not in self.bounds:
             self.bounds[key] = work_and_path_bound(self.problem, config, ranks, counts)
         return self.bounds[key]
-
-    def _may_fit(self, shape: PipelineShape) -> bool:
-        """Whether some cuts may take less than the limit, as far as each part shows by itself."""
-        config, slots = shape.config, shape.program.pipes[0]
-        key = config.schedule, config.micro_batch_size, config.recompute
-        if key not in self.partitions:
-            self.partitions[key] = make_partitions(self.problem, config, self.record.exchanges)
-        partitions = self.partitions[key]
-        self.record.budget.spend(len(slots) * (20_000 + 5 * partitions.part_entries))
-        replicas = [len(shape.ranks[slot.device]) for slot in slots]
-        is_sent = [here.device != there.device for here, there in pairwise(slots)]
-        return partitions.may_take(replicas, is_sent, self.record.limit)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
         """Every pipeline with its first choice of devices, and then with the others."""
