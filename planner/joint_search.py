@@ -20,7 +20,7 @@ from .planners.base import Planner, refusal_reason
 from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
-from .search.budget import WORK_A_SECOND, OutOfTime, SearchBudget
+from .search.budget import WORK_A_SECOND, OutOfTime
 from .smallest_plan import fitting_plans, nothing_fits
 from .unfit import UNFIT, unfit_reason
 
@@ -79,7 +79,7 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     whole, problem = problem, _with_time_for_orders(problem)
     # Among interleaved pipelines a known planner's is the simple one.
-    simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
+    simple = (*BASELINES, INTERLEAVED) if problem.schedules == (INTERLEAVED,) else BASELINES
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     seeds = _allowed_plans(problem, by_planner)
     if not seeds and (smallest := _fitting_plan(problem)) is not None:
@@ -113,7 +113,7 @@ def _fitting_plan(problem: Problem) -> ScoredPlan | None:
         from .other_schedules import propose_small_plans  # most problems have no other schedules
 
         proposals += propose_small_plans(problem)
-    return fastest(problem.space, filter(problem.allows, proposals), budget=SearchBudget())
+    return fastest(problem.space, filter(problem.allows, proposals))
 
 
 def _with_time_for_orders(problem: Problem) -> Problem:

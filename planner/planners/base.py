@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...cost_models.layer import Chain, list_cut_points
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
-from ..candidate import PipelineConfig, Proposal, abbreviate, replicated_pipeline
+from ..candidate import SEARCHED, PipelineConfig, Proposal, abbreviate, replicated_pipeline
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -87,12 +87,16 @@ def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
 
 
 def linear_configs(problem: Problem) -> list[PipelineConfig]:
-    """The configurations whose devices have one part of the layers each."""
-    return [
+    """List the configurations with one part of the layers a device, of 1F1B and GPipe where allowed.
+
+    Plans of other schedules take long to score, and start from what the search of 1F1B and GPipe finds.
+    """
+    configs = [
         config
         for config in problem.configs
         if config.virtual_stages == 1 and find_schedule(config.schedule).default_virtual_stages == 1
     ]
+    return [config for config in configs if config.schedule in SEARCHED] or configs
 
 
 def full_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
