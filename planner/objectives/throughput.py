@@ -34,7 +34,7 @@ from ..cut_search.part_tables import PipelineShape
 from ..cut_search.shape_search import Record, ShapeSearch, search_shapes
 from ..joint_search import BEST, find_best_plan
 from ..plan_file import TIE
-from ..planners.pipedream_planner import PAPER, WORK, PipeDreamStages, Recurrence, shortest_bottleneck
+from ..planners.pipedream_planner import PAPER, PipeDreamStages, Recurrence
 from ..planners.replica_groups import thin_cuts
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
@@ -270,11 +270,7 @@ def plan_asynchronous(
     if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):
         return None
     config = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
-    stages = PipeDreamStages(space, config, recurrence, use_all)
-    solution = shortest_bottleneck(stages.instance, WORK)
-    if solution is None:
-        return None
-    return Proposal(config, *stages.place(solution.parts), estimate_seconds=solution.seconds)
+    return PipeDreamStages(space, config, recurrence, use_all).proposal()
 
 
 def _allows(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:

@@ -11,9 +11,9 @@ transformer block is counted, where the names show them. Weights are 1 and 0: of
 taken, so that layers that do not match stay with the matching layer before them.
 
 Python's regular expressions backtrack, and one from a file may never end. The time of a search is bounded by
-the ways in which the expression can match a text, times the places where the match may begin. The ways are
-counted from its parts: an alternation adds, a sequence multiplies, and a repetition has as many ways as the
-text has lengths. A repetition of what matches in several ways is refused.
+the ways in which the expression can match a text of n characters: at most n + 1 for each repetition and for
+the place where the match begins, and 2 for each alternative or optional part. A group is not
+repeated where an operator stands before its end, and verbose expressions, which hide operators, are refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import inf, prod
-from re import _constants, _parser  # type: ignore[attr-defined]
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -70,29 +69,20 @@ class DeepSpeedBalance:
 
     def _add_stage(self) -> None:
         """Where one more stage begins, after each number of layers that it may end at."""
-        stages, (heaviest, lightest) = len(self._latest) + 1, self._tables[-1]
-        heavy, light = np.maximum(heaviest, self._last), np.minimum(lightest, self._last)
-        count = np.arange(len(heaviest))
-        is_stage = (count >= stages) & (count[None, :] < count[:, None])
+        before = self._tables[0][0]
+        last, count = before[:, None] - before, np.arange(len(before))
+        heavy, light = np.maximum(self._tables[-1][0], last), np.minimum(self._tables[-1][1], last)
+        is_stage = (count > len(self._latest)) & (count < count[:, None])
         differ = np.where(is_stage, heavy - light, np.inf)
         begins = differ.shape[1] - 1 - np.argmin(differ[:, ::-1], axis=1)
         self._latest.append(begins)
         self._tables.append((heavy[count, begins], light[count, begins]))
 
     @cached_property
-    def _last(self) -> Floats:
-        """(layers + 1, layers + 1): the weight of a stage that ends after [i] layers and begins after [j]."""
-        differences: Floats = self._before[:, None] - self._before[None, :]
-        return differences
-
-    @cached_property
-    def _before(self) -> Floats:
-        return np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
-
-    @cached_property
     def _tables(self) -> list[tuple[Floats, Floats]]:
         """By number of stages, (layers + 1,) each: the heaviest and the lightest stage of what is kept."""
-        return [(self._before, self._before)]
+        before = np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
+        return [(before, before)]
 
 
 def deepspeed_ends(chain: Chain, balance: DeepSpeedBalance, stages: int) -> Ends | None:
@@ -124,14 +114,14 @@ LONGEST_PATTERN = 1000
 """Characters of an expression."""
 
 
-def compile_pattern(pattern: str, *, ignore_case: bool = False) -> re.Pattern[str]:
-    """The expression. Raises ValueError with what is wrong with it."""
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The expression, in any case. Raises ValueError with what is wrong with it."""
     if len(pattern) > LONGEST_PATTERN:
         raise ValueError(f"more than {LONGEST_PATTERN} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+            return re.compile(pattern, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{error} in the regular expression") from None
 
@@ -141,43 +131,16 @@ def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
 
     Raises ValueError where it is none, or where looking for it could take longer than MOST_MATCH_STEPS.
     """
-    search = compile_pattern(pattern, ignore_case=True).search
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parts = _parser.parse(pattern, re.IGNORECASE)
-    steps = 0.0
-    for length in map(len, texts):
-        steps += (length + 1) * _ways(parts, length)
-        if steps > MOST_MATCH_STEPS:
-            raise ValueError("it repeats what repeats, or repeats too often: matching it could take for ever")
+    search, steps = compile_pattern(pattern).search, 0.0
+    is_flat = re.search(r"[(\[\\]", pattern) is None
+    for branch in pattern.split("|") if is_flat else [pattern]:
+        repeats, forks = len(re.findall(r"[*+{]", branch)), len(re.findall(r"[|?]", branch))
+        steps += sum(float(len(text) + 1) ** (1 + repeats) for text in texts) * 2.0**forks
+    ends = [end.start() for end in re.finditer(r"\)\s*[*+{]", pattern)]
+    inside = pattern[pattern.find("(") : ends[-1]] if ends else ""
+    if steps > MOST_MATCH_STEPS or re.search(r"[*+{|?]", inside) or re.search(r"\(\?[aiLmsu-]*x", pattern):
+        raise ValueError("it repeats what repeats, or repeats too often: matching it could take for ever")
     return [search(text) is not None for text in texts]
-
-
-def _ways(parts: Any, length: int) -> float:
-    """Ways to match the parts, one after another, to a text of that length; there are no more."""
-    ways = 1.0
-    for kind, about in parts:
-        inner = [_ways(part, length) for part in _nested_parts(about)]
-        if kind is _constants.BRANCH:
-            ways *= sum(inner)
-        elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-            least, most = int(about[0]), min(int(about[1]), length + int(about[0]))
-            ways *= most - least + 1 if inner[0] == 1 else inner[0] + 1 if most <= 1 else inf
-        else:
-            ways *= prod(inner)
-    return ways
-
-
-def _nested_parts(about: Any) -> Iterator[Any]:
-    """Expressions inside of a part of one."""
-    if isinstance(about, _parser.SubPattern):
-        yield about
-    elif isinstance(about, list | tuple):
-        for each in about:
-            yield from _nested_parts(each)
-
-
-_SHORT = 80
 
 
 def matching_layers(chain: Chain, pattern: str | None) -> npt.NDArray[np.bool_]:
@@ -192,10 +155,7 @@ def matching_layers(chain: Chain, pattern: str | None) -> npt.NDArray[np.bool_]:
     try:
         return np.array(match_names(pattern, chain.names), dtype=np.bool_)
     except ValueError as error:
-        raise UsageError(
-            f"planner='{_type_name(pattern)[:_SHORT]}': {error}",
-            "Give a simpler one, as in deepspeed-type:attention.",
-        ) from None
+        raise _pattern_error(pattern, error, "Give a simpler one") from None
 
 
 def deepspeed_type(pattern: str | None = None) -> Planner:
@@ -210,11 +170,13 @@ def deepspeed_type(pattern: str | None = None) -> Planner:
     try:
         compile_pattern(pattern or "")
     except ValueError as error:
-        raise UsageError(
-            f"planner='{_type_name(pattern)[:_SHORT]}': {error}",
-            "Give one that matches names of layers, as in deepspeed-type:attention.",
-        ) from None
+        raise _pattern_error(pattern, error, "Give one that matches names of layers") from None
     return Planner(_type_name(pattern), partial(_propose_type, pattern), partial(_refuse_type, pattern))
+
+
+def _pattern_error(pattern: str | None, error: ValueError, remedy: str) -> UsageError:
+    what = f"planner='{_type_name(pattern)[:80]}': {error}"
+    return UsageError(what, f"{remedy}, as in deepspeed-type:attention.")
 
 
 def _type_name(pattern: str | None) -> str:

@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,17 +62,7 @@ LONG = 200
 """Blocks between the cuts that are left of a long chain."""
 ENTRIES = 30_000_000
 """Stages times numbers of replicas in the tables of memory: 240 MB."""
-COARSE = 24
-"""Places, or up to twice as many, that a long chain is planned over first."""
-QUICK = 1e9
-"""Comparisons up to which a chain is planned over all cut points at once, where memory is no matter."""
-
-
 Bools = npt.NDArray[np.bool_]
-CALL = 5_000
-"""What a call of numpy counts for in `work`, a comparison for one: a nanosecond or two."""
-ROWS = 16
-"""Of a table that are compared in one call."""
 
 
 class Recurrence(NamedTuple):
@@ -144,17 +133,6 @@ class Instance:
         """The place after the last layer."""
         return len(self.crossing) - 1
 
-    def select_points(self, points: npt.NDArray[np.int64]) -> Instance:
-        """The same with these cut points alone."""
-        own, among = self.fits, np.ix_(points, points)
-        return replace(
-            self,
-            seconds=self.seconds[among],
-            weights=self.weights[among],
-            crossing=self.crossing[points],
-            fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
-        )
-
 
 States = dict[int, Floats]
 """Seconds by the number of stages behind the one that comes next, counted up to the depth: (n + 1, n + 1), or
@@ -162,241 +140,173 @@ States = dict[int, Floats]
 
 
 class Solution(NamedTuple):
-    """The shortest bottleneck, the stages of the outermost level, and the number of cut points of the
-    tables."""
+    """The shortest bottleneck, and the stages of the outermost level."""
 
     seconds: float
     parts: tuple[NestedStage, ...]
-    places: int
 
     def flat(self) -> list[tuple[int, int, int]]:
         """(start, end, devices) of the stages of devices, in order."""
         return [stage for part in self.parts for stage in part.flat()]
 
 
-class _Stand(NamedTuple):
-    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
-    many stages, and counted behind the next before them, `then`."""
-
-    after: int
-    then: int
-    machines: int
-    start: int
-    end: int
+class TooMuchWork(Exception):
+    """A programme compares more than it may."""
 
 
 class Programme:
-    """The programme that counts the stages behind up to `depth`: that many stands for more, too.
+    """The programme that counts the stages behind up to `depth`: that many stand for more, too. It may
+    compare `work` entries of tables."""
 
-    Stages slower than `limit` are dropped; of those that stand side by side in so many copies, stages that
-    many times as slow, as a stage on m components takes at least the m-th part of each. `work`: how much was
-    compared.
-    """
-
-    def __init__(self, instance: Instance, depth: int, limit: float) -> None:
-        self.at, self.depth, self.limit = instance, depth, limit * (1 + 1e-9)
-        self.work = 0
-        self._states: dict[tuple[int, int, int, tuple[int, ...]], States] = {}
-        self.mask = cache(self._mask)
-        self._kinds: dict[bytes, int] = {}
-        self._seconds: dict[int, Floats] = {}
+    def __init__(self, instance: Instance, depth: int, work: float = inf) -> None:
+        self.at, self.depth, self.work = instance, depth, work
+        self.most = instance.most_replicas or prod(tier.machines for tier in instance.tiers)
+        self._whole = cache(self._fill)
 
     def solution(self) -> Solution | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
-        machines, last = self.at.tiers[-1].machines, self.at.last
-        tables = Tables(self, len(self.at.tiers) - 1, 1, 0, last)
-        ends = {then: float(seconds[0]) for then, seconds in tables.led(machines).items()}
+        tables = Tables(self, len(self.at.tiers) - 1, 1, 0, self.at.last)
+        ends = {then: float(row[0]) for then, row in tables.led(tables.machines).items()}
         then = min(ends, key=lambda b: (ends[b], b), default=None)
-        if then is None or not np.isfinite(ends[then]):
+        if then is None or ends[then] == inf:
             return None
-        parts = self._behind_a_cut(tables, _Stand(0, then, machines, 0, last))
-        return Solution(ends[then], tuple(parts), last + 1)
+        parts = tables.trace_behind(tables.machines, then, 0)
+        return Solution(ends[then], tuple(parts))
 
     def whole(self, level: int, copies: int, behind: int) -> States:
-        """A of a whole component of the level, for all stages; of level -1, a device, its seconds."""
+        """A of a whole component of the level, of which so many copies stand side by side; of level -1, a
+        device, its seconds."""
         self.at.check()
-        if level < 0:
-            return self._device(copies, behind)
-        signature = self._signature(level, copies, behind)
+        inside = prod(tier.machines for tier in self.at.tiers[: level + 1])
         # Where memory is no matter, any number of copies is worth the same table.
-        scale = copies if any(signature) else prod(tier.machines for tier in self.at.tiers[level + 1 :])
-        key = (level, behind, scale, signature)
-        if key not in self._states:
-            tables = Tables(self, level, copies, behind, None, scale)
-            self._states[key] = self.of_use(tables.best(tables.stages, tables.tier.machines), scale)
-        return self._states[key]
+        same = self.at.fits is None and copies * inside <= self.most
+        return self._whole(level, 1 if same else copies, behind)
 
-    def _device(self, replicas: int, behind: int) -> States:
-        kind, fits = self.mask(replicas, behind), self.at.fits
-        if kind < 0:
+    def _fill(self, level: int, copies: int, behind: int) -> States:
+        if level >= 0:
+            tables = Tables(self, level, copies, behind)
+            return tables.best(tables.stages, tables.machines)
+        fits = True if self.at.fits is None else self.at.fits(copies, behind)
+        if copies > self.most or not np.any(fits):
             return {}
-        if kind not in self._seconds:
-            fitting = True if kind == 0 or fits is None else fits(replicas, behind)
-            self._seconds[kind] = np.where(fitting, self.at.seconds, np.inf)
-        return {min(behind + 1, self.depth): self._seconds[kind]}
-
-    def of_use(self, states: States, scale: int) -> States:
-        """Without what is slower than the limit, or no faster than with fewer stages behind."""
-        if np.isinf(self.limit) and len(states) < 2:
-            return states
-        best: float | Floats = np.inf
-        useful: States = {}
-        for then, seconds in sorted(states.items()):
-            self.work += 4 * seconds.size
-            useful[then] = np.where((seconds <= self.limit * scale) & (seconds < best), seconds, np.inf)
-            best = np.minimum(best, useful[then])
-        return {then: seconds for then, seconds in useful.items() if np.isfinite(seconds).any()}
-
-    # The plan that has the values
-
-    def _behind_a_cut(self, tables: Tables, at: _Stand) -> list[NestedStage]:
-        """The stages of the value of `tables.led` there, on as few components as have it."""
-        value, machines = tables.led(at.machines)[at.then][at.start], at.machines
-        while machines > 1 and not self.at.use_all:
-            fewer = tables.led(machines - 1).get(at.then)
-            if fewer is None or fewer[at.start] != value:
-                break
-            machines -= 1
-        return self._stages(tables, tables.leads, at._replace(machines=machines), value)
-
-    def _stages(self, tables: Tables, firsts: FirstStages, at: _Stand, value: float) -> list[NestedStage]:
-        """The stages of the value: one, else with the most components on the first, and its earliest end."""
-        for machines in range(at.machines if self.at.use_all else 1, at.machines + 1):
-            alone = firsts(machines, at.after).get(at.then)
-            if alone is not None and alone[at.start, at.end] == value:
-                return [self._part(tables, at._replace(machines=machines))]
-        for first in range(at.machines - 1, 0, -1):
-            others = at.machines - first
-            for between, rest in tables.led(others).items():
-                own = firsts(first, between).get(at.then)
-                fits = own is not None and np.maximum(own[at.start], rest) == value
-                for cut in np.flatnonzero(fits).tolist():
-                    part = self._part(tables, _Stand(between, at.then, first, at.start, cut))
-                    return [part, *self._behind_a_cut(tables, _Stand(at.after, between, others, cut, at.end))]
-        raise AssertionError("a value that no plan has")
-
-    def _part(self, tables: Tables, at: _Stand) -> NestedStage:
-        """A stage, with the stages inside it."""
-        if not tables.level:
-            return NestedStage(at.start, at.end, at.machines)
-        level, copies = tables.level - 1, tables.copies * at.machines
-        value = self.whole(level, copies, at.after)[at.then][at.start, at.end]
-        inside = Tables(self, level, copies, at.after, at.end, copies)
-        whole = at._replace(machines=inside.tier.machines)
-        inner = self._stages(inside, inside.stages, whole, value)
-        return NestedStage(at.start, at.end, at.machines, tuple(inner))
-
-    # Which memory limits are the same
-
-    def _mask(self, replicas: int, behind: int) -> int:
-        """A number for the stages that fit: -1 for none, 0 for all, else that of all with the same."""
-        if self.at.most_replicas is not None and replicas > self.at.most_replicas:
-            return -1
-        if self.at.fits is None:
-            return 0
-        fits = self.at.fits(replicas, behind)[np.isfinite(self.at.seconds)]
-        if fits.all() or not fits.any():
-            return 0 if fits.all() else -1
-        return self._kinds.setdefault(np.packbits(fits).tobytes(), len(self._kinds) + 1)
-
-    def _signature(self, level: int, copies: int, behind: int) -> tuple[int, ...]:
-        """What the values of a component depend on, of the copies that stand side by side."""
-        replicas = {copies}
-        for tier in self.at.tiers[: level + 1]:
-            replicas = {own * machines for own in replicas for machines in range(1, tier.machines + 1)}
-        return tuple(self.mask(own, b) for own in sorted(replicas) for b in range(behind, self.depth + 1))
-
-
-class Tables:
-    """The tables of a level, of which `copies` stand side by side with so many stages behind, filled as they
-    are needed; `column`: for stages up to that place alone; `scale`: as if of so many copies."""
-
-    def __init__(
-        self, programme: Programme, level: int, copies: int, behind: int, column: int | None, scale: int = 1
-    ) -> None:
-        self.programme, self.at, self.tier = programme, programme.at, programme.at.tiers[level]
-        self.level, self.copies, self.behind, self.column, self.scale = level, copies, behind, column, scale
-        self.stages, self.leads = cache(self._stage), cache(self._lead)
-        self._led: list[States] = [{}]
-
-    def _stage(self, machines: int, behind: int) -> States:
-        """T: a stage on so many components with so many stages behind it."""
-        inside = self.programme.whole(self.level - 1, self.copies * machines, behind)
-        stage, bandwidth = self.at.recurrence.stage, self.tier.bandwidth
-        tables = {then: stage(own, self.at.weights, machines, bandwidth) for then, own in inside.items()}
-        return self.programme.of_use(tables, self.scale)
-
-    def _lead(self, machines: int, behind: int) -> States:
-        """The same with the cut before it, which the stage receives."""
-        cut = self.at.recurrence.cut(self.at.crossing, machines, self.tier.bandwidth)[:, None]
-        tables = {then: np.maximum(stage, cut) for then, stage in self.stages(machines, behind).items()}
-        return self.programme.of_use(tables, self.scale)
-
-    def led(self, machines: int) -> States:
-        """Stages on so many components, or at most so many, with the cut before the first of them."""
-        while len(self._led) <= machines:
-            best = self.best(self.leads, len(self._led))
-            self._led.append(self.programme.of_use(best, self.scale))
-        return self._led[machines]
-
-    def best(self, first_stages: FirstStages, machines: int) -> States:
-        """Of stages on so many components, or at most so many, the first of them one of these."""
-        best: States = {}
-        for first in range(1, machines + 1):
-            if first == machines or not self.at.use_all:
-                for then, stage in first_stages(first, self.behind).items():
-                    own = stage if self.column is None else stage[:, self.column]
-                    best[then] = np.minimum(own, best.get(then, np.inf))
-            for between, rest in self.led(machines - first).items():
-                for then, stage in first_stages(first, between).items():
-                    best[then] = np.minimum(self._join(stage, rest), best.get(then, np.inf))
-        return best
-
-    def _join(self, first: Floats, rest: Floats) -> Floats:
-        """Of a stage and what stands behind it, the slower; by the best place between."""
-        self.at.check()
-        self.programme.work += CALL + 6 * first.size
-        if rest.ndim == 1:
-            row: Floats = np.maximum(first, rest).min(axis=1)
-            return row
-        joined = np.full_like(rest, np.inf)
-        for start in range(0, len(first), ROWS):
-            stages = first[start : start + ROWS]
-            cuts = np.flatnonzero(stages.min(axis=0) < np.inf)
-            if len(cuts):
-                low, high = cuts[0], cuts[-1] + 1
-                behind = rest[low:high, low + 1 :]
-                end = np.flatnonzero(behind.min(axis=0) < np.inf)[-1:].sum() + 1
-                both = np.maximum(stages[:, low:high, None], behind[:, :end])
-                both.min(axis=1, out=joined[start : start + ROWS, low + 1 : low + 1 + end])
-                self.programme.work += CALL + both.size
-        return joined
+        return {min(behind + 1, self.depth): np.where(fits, self.at.seconds, inf)}
 
 
 FirstStages = Callable[[int, int], States]
 """`Tables.stages` or `Tables.leads`."""
 
 
-def place_parts(parts: Sequence[NestedStage], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
+class Tables:
+    """The tables of a level, of which `copies` stand side by side with so many stages behind, filled as they
+    are needed; `column`: for stages up to that place alone."""
+
+    def __init__(
+        self, programme: Programme, level: int, copies: int, behind: int, column: int | None = None
+    ) -> None:
+        self.programme, self.at, self.level, self.copies = programme, programme.at, level, copies
+        self.machines, self.bandwidth = self.at.tiers[level]
+        self.behind, self.column = behind, column
+        self.stages, self.leads = cache(self._stage), cache(self._lead)
+        self._led: list[States] = [{}]
+
+    def _stage(self, machines: int, behind: int) -> States:
+        """T: a stage on so many components with so many stages behind it."""
+        inside = self.programme.whole(self.level - 1, self.copies * machines, behind)
+        seconds, weights = self.at.recurrence.stage, self.at.weights
+        return {then: seconds(own, weights, machines, self.bandwidth) for then, own in inside.items()}
+
+    def _lead(self, machines: int, behind: int) -> States:
+        """The same with the cut before it, which the stage receives."""
+        cut = self.at.recurrence.cut(self.at.crossing, machines, self.bandwidth)[:, None]
+        return {then: np.maximum(stage, cut) for then, stage in self.stages(machines, behind).items()}
+
+    def led(self, machines: int) -> States:
+        """Stages on so many components, or at most so many, with the cut before the first of them."""
+        while len(self._led) <= machines:
+            self._led.append(self.best(self.leads, len(self._led)))
+        return self._led[machines]
+
+    def best(self, firsts: FirstStages, machines: int) -> States:
+        """Of stages on so many components, or at most so many, the first of them one of these."""
+        best: States = {}
+        for first in range(1, machines + 1):
+            ways = list[tuple[int, Floats]]()
+            if first == machines or not self.at.use_all:
+                end = slice(None) if self.column is None else self.column
+                ways += [(then, stage[:, end]) for then, stage in firsts(first, self.behind).items()]
+            for between, rest in self.led(machines - first).items():
+                ways += [(then, self._join(own, rest)) for then, own in firsts(first, between).items()]
+            for then, seconds in ways:
+                best[then] = np.minimum(seconds, best.get(then, inf))
+        useful, least = dict[int, Floats](), np.full(1, inf)
+        for then, seconds in sorted(best.items()):
+            if (seconds < least).any():
+                useful[then], least = seconds, np.minimum(least, seconds)
+        return useful
+
+    def _join(self, first: Floats, rest: Floats) -> Floats:
+        """Of a stage and what stands behind it, the slower; by the best place between."""
+        self.at.check()
+        self.programme.work -= first.size * (1 if rest.ndim == 1 else len(first) / 6)
+        if self.programme.work < 0:
+            raise TooMuchWork
+        if rest.ndim == 1:
+            row: Floats = np.maximum(first, rest).min(axis=1)
+            return row
+        joined = np.full_like(rest, inf)
+        for cut in np.flatnonzero((first.min(axis=0) < inf) & (rest.min(axis=1) < inf)).tolist():
+            through = joined[:cut, cut + 1 :]
+            np.minimum(through, np.maximum(first[:cut, cut, None], rest[cut, cut + 1 :]), out=through)
+        return joined
+
+    def trace_behind(self, machines: int, then: int, start: int) -> list[NestedStage]:
+        """The stages of the value of `led` there, on as few components as have it."""
+        value = self.led(machines)[then][start]
+        counts = [machines] if self.at.use_all else range(1, machines + 1)
+        fewest = next(n for n in counts if then in self.led(n) and self.led(n)[then][start] == value)
+        return self._trace(self.leads, fewest, then, start, value)
+
+    def _trace(
+        self, firsts: FirstStages, machines: int, then: int, start: int, value: float
+    ) -> list[NestedStage]:
+        """The stages of the value: one, else with the most components on the first, and its earliest end."""
+        assert self.column is not None
+        for alone_on in range(machines if self.at.use_all else 1, machines + 1):
+            alone = firsts(alone_on, self.behind).get(then)
+            if alone is not None and alone[start, self.column] == value:
+                return [self._part(alone_on, self.behind, then, start, self.column)]
+        for first in range(machines - 1, 0, -1):
+            for between, rest in self.led(machines - first).items():
+                own = firsts(first, between).get(then)
+                for cut in np.flatnonzero(own is not None and np.maximum(own[start], rest) == value).tolist():
+                    part = self._part(first, between, then, start, cut)
+                    return [part, *self.trace_behind(machines - first, between, cut)]
+        raise AssertionError("a value that no plan has")
+
+    def _part(self, machines: int, behind: int, then: int, start: int, end: int) -> NestedStage:
+        """A stage, with the stages inside it."""
+        if not self.level:
+            return NestedStage(start, end, machines)
+        inside = Tables(self.programme, self.level - 1, self.copies * machines, behind, end)
+        value = inside.best(inside.stages, inside.machines)[then][start]
+        parts = inside._trace(inside.stages, inside.machines, then, start, value)
+        return NestedStage(start, end, machines, tuple(parts))
+
+
+def place_parts(
+    parts: Sequence[NestedStage], tiers: Sequence[Tier], bases: Sequence[int] = (0,)
+) -> list[tuple[int, ...]]:
     """The ranks of every stage of devices, in order: components are taken in turn.
 
     A stage of an outer level on several components has its inner stages on each of them: their replicas are
-    those of all copies.
+    those of all copies. `bases`: the first rank of each copy.
     """
-    return list(_devices(parts, [tier.machines for tier in tiers], [0]))
-
-
-def _devices(
-    parts: Sequence[NestedStage], machines: Sequence[int], bases: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
-    size, first = prod(machines[:-1]), 0
+    size, first, placed = prod(tier.machines for tier in tiers[:-1]), 0, list[tuple[int, ...]]()
     for part in parts:
-        copies = [base + size * (first + own) for base in bases for own in range(part.replicas)]
+        copies = [base + size * (first + index) for base in bases for index in range(part.replicas)]
         first += part.replicas
-        if part.inner:
-            yield from _devices(part.inner, machines[:-1], copies)
-        else:
-            yield tuple(copies)
+        placed += place_parts(part.inner, tiers[:-1], copies) if part.inner else [tuple(copies)]
+    return placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,7 +318,7 @@ class PipeDreamStages:
     recurrence: Recurrence
     use_all: bool = False
     most_replicas: int | None = None
-    _rooms: dict[int, Floats] = field(default_factory=dict)
+    _rooms: dict[int, Floats] = field(default_factory=dict, init=False)
 
     @cached_property
     def space(self) -> Space:
@@ -433,10 +343,17 @@ class PipeDreamStages:
         """Levels of the machine."""
         return list_tiers(self.space.topology)
 
-    def place(self, parts: Sequence[NestedStage]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """By stage, the number of layers before its end, and the ranks of its replicas."""
-        ends = tuple(self.table.cut_points[end] for part in parts for _, end, _ in part.flat())
-        return ends, tuple(place_parts(parts, self.tiers))
+    def proposal(self, work: float = WORK) -> Proposal | None:
+        """The plan with the shortest bottleneck, which is its estimate; None where none fits. Exact, unless
+        the cut points are too many for `work`: then over half of them, or half of these."""
+        try:
+            solution = shortest_bottleneck(self.instance, work)
+        except TooMuchWork:
+            return replace(self, full_space=thin_cuts(self.space, self.table.blocks // 2)).proposal(work)
+        if solution is None:
+            return None
+        ends = tuple(self.table.cut_points[end] for _, end, _ in solution.flat())
+        return Proposal(self.config, ends, tuple(place_parts(solution.parts, self.tiers)), solution.seconds)
 
     @cached_property
     def instance(self) -> Instance:
@@ -470,14 +387,12 @@ class PipeDreamStages:
 
     def versions(self, behind: int) -> int:
         """Weight versions of a stage with so many behind it."""
-        own = find_schedule(self.config.schedule)
-        return int(own.weight_versions(0, behind + 1, self.config.micro_batches))
+        schedule = find_schedule(self.config.schedule)
+        return int(schedule.weight_versions(0, behind + 1, self.config.micro_batches))
 
     def _fits(self, replicas: int, behind: int) -> Bools:
-        own = find_schedule(self.config.schedule)
-        in_flight = int(own.in_flight(0, behind + 1, self.config.micro_batches))
-        fitting: Bools = in_flight <= self._room(replicas)
-        return fitting
+        schedule = find_schedule(self.config.schedule)
+        return self._room(replicas) >= int(schedule.in_flight(0, behind + 1, self.config.micro_batches))
 
     def _room(self, replicas: int) -> Floats:
         """How many micro-batches each stage may hold on so many devices; negative: none. Where each has a
@@ -522,10 +437,9 @@ def _propose(recurrence: Recurrence, problem: Problem) -> Iterator[Proposal]:
             continue
         shared = space.fits_someone(size, 2) and (runtime is None or runtime.runs_replicas([2, 1]))
         stages = PipeDreamStages(space, config, recurrence, most_replicas=size if shared else 1)
-        solution = shortest_bottleneck(stages.instance, WORK / 2 / len(configs))
-        if solution is not None:
-            seconds = solution.seconds * config.micro_batches
-            yield Proposal(config, *stages.place(solution.parts), seconds)
+        plan = stages.proposal(WORK / 2 / len(configs))
+        if plan is not None:
+            yield replace(plan, estimate_seconds=(plan.estimate_seconds or 0.0) * config.micro_batches)
 
 
 def _within_reach(space: Space) -> Space:
@@ -554,79 +468,24 @@ PLANNERS = (
 def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | None:
     """The plan with the shortest bottleneck; None where none fits.
 
-    Exact, unless the cut points are too many for `work`: then over as many of them as it allows (`cut
-    points`). Of equal plans one with the fewest components of the outermost level; then with no further cut,
-    or with the most components on the first stage, and its earliest end.
-
-    Long chains are planned over few cut points first: the plan is a limit for the next one, over more.
-    """
-    best: Solution | None = None
-    depth, before, total = -1, 0.0, 0.0
-    for count in _counts(instance):
-        points = _select_points(instance, count)
-        limit = best.seconds if best else inf
-        solution, depth, spent = _deep_enough(instance.select_points(points), depth, limit)
-        if solution is not None:
-            best = solution._replace(parts=tuple(_renumber(part, points) for part in solution.parts))
-        total += spent
-        if total + spent * max(spent / before if before else 1.0, 1.0) > work:
-            break
-        before = spent
-    return best
-
-
-def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Solution | None, int, float]:
-    """The plan, with the depth that it took and what was compared.
+    Of equal plans one with the fewest components of the outermost level; then with no further cut, or with
+    the most components on the first stage, and its earliest end.
 
     Memory depends on the number of stages behind. These are counted only up to a depth (-1: memory is not
     limited); as no count exceeds the true one, no plan that fits is lost. If the best plan fits, it is the
     best of all; else the depth is raised.
+
+    Raises:
+        TooMuchWork: More than `work` would be compared.
     """
-    spent = 0.0
+    depth, fits = -1, instance.fits
     while True:
         relaxed = instance if depth >= 0 else replace(instance, fits=None)
-        programme = Programme(relaxed, max(depth, 0), limit)
-        solution = programme.solution()
-        spent += programme.work
-        large = [] if solution is None else _too_large(solution, instance)
+        programme = Programme(relaxed, max(depth, 0), work)
+        solution, work = programme.solution(), programme.work
+        stages = [] if solution is None or fits is None else solution.flat()
+        behind = range(len(stages) - 1, -1, -1)
+        large = [b for b, (i, j, n) in zip(behind, stages, strict=True) if fits and not fits(n, b)[i, j]]
         if not large:
-            return solution, depth, spent
+            return solution
         depth = 0 if depth < 0 else min(large)
-
-
-def _too_large(solution: Solution, instance: Instance) -> list[int]:
-    """The numbers of stages behind those that do not fit."""
-    fits, stages = instance.fits, solution.flat()
-    if fits is None:
-        return []
-    behind = range(len(stages) - 1, -1, -1)
-    return [b for b, (i, j, devices) in zip(behind, stages, strict=True) if not fits(devices, b)[i, j]]
-
-
-def _counts(instance: Instance) -> list[int]:
-    """All cut points, and before them halves of halves, where the programme is not quick at once."""
-    *inside, outer = [tier.machines**2 / 2 for tier in instance.tiers]
-    comparisons = outer * instance.last**2 + sum(inside) * instance.last**3 / 3
-    counts = [instance.last]
-    if instance.fits is not None or comparisons > QUICK:
-        while counts[0] >= 2 * COARSE:
-            counts.insert(0, counts[0] // 2)
-    return counts
-
-
-def _renumber(part: NestedStage, points: npt.NDArray[np.int64]) -> NestedStage:
-    inner = tuple(_renumber(own, points) for own in part.inner)
-    return NestedStage(int(points[part.start]), int(points[part.end]), part.replicas, inner)
-
-
-def _select_points(instance: Instance, count: int) -> npt.NDArray[np.int64]:
-    """About so many cut points, or all: of equal shares of the seconds the cut of each that least crosses."""
-    if count >= instance.last:
-        return np.arange(instance.last + 1)
-    layers = np.arange(instance.last)
-    seconds = instance.seconds[layers, layers + 1]
-    done = np.cumsum(np.where(np.isfinite(seconds), seconds, 0.0))
-    share = np.floor(done[:-1] / max(float(done[-1]), 1e-300) * (count - 1))
-    starts = np.flatnonzero(np.diff(share, prepend=-1.0)) + 1
-    inner = [a + int(instance.crossing[a:b].argmin()) for a, b in pairwise([*starts, instance.last])]
-    return np.array([0, *inner, instance.last])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from re import _parser  # type: ignore[attr-defined]
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,8 +31,6 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
 from pplan.planner.planners.critical_stages import _longest_part, _next_partitions
-from pplan.planner.planners.deepspeed_partition import _ways
-from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
@@ -188,23 +185,6 @@ def test_devices_of_stages_on_all_devices_leave_none() -> None:
     assert list(_runs(whole, (1, 2))) == [((0,), (1, 2))]
 
 
-def test_few_cut_points_stand_at_equal_seconds_where_least_crosses() -> None:
-    """Layers of a second each, in thirds and in halves; and a first layer that is half of all."""
-
-    def select(each: list[float], crossing: list[float], count: int) -> list[int]:
-        last = len(each)
-        seconds = np.full((last + 1, last + 1), np.inf)
-        seconds[np.arange(last), np.arange(1, last + 1)] = each
-        instance: Any = SimpleNamespace(last=last, seconds=seconds, crossing=np.array(crossing))
-        return list(map(int, _select_points(instance, count)))
-
-    crossing = [9.0, 5, 1, 2, 9, 3, 9]
-    assert select([1.0] * 6, crossing, 6) == list(range(7))
-    assert select([1.0] * 6, crossing, 4) == [0, 1, 2, 5, 6]
-    assert select([1.0] * 6, crossing, 3) == [0, 2, 3, 6]
-    assert select([3.0, 1, 1, 1], [9.0, 5, 1, 2, 9], 3) == [0, 2, 4]
-
-
 def test_numbers_of_stages_that_are_tried() -> None:
     """All up to 64, then a tenth more each, the most, and what divides the devices."""
     problem: Any = SimpleNamespace(
@@ -328,24 +308,6 @@ def test_exchanges_at_the_end_of_a_step_by_hand(
     assert exchange.at_end(np.array([200.0])).tolist() == [seconds]
     assert exchange.is_by_layer == (zero >= 2)
     assert not ReplicaExchange(make_topology(2), (0,), Precision(4, 4), zero).is_by_layer
-
-
-@pytest.mark.parametrize(
-    ("pattern", "ways"),
-    [
-        ("a", 1.0),
-        ("a?", 2.0),
-        ("a*", 11.0),
-        ("a{2,4}", 3.0),
-        ("a{2}", 1.0),
-        ("(ab)*", 11.0),
-        ("(a*)?", 11.0 + 1),
-        ("(a*){2}", np.inf),
-        ("(a|ab)*", np.inf),
-    ],
-)
-def test_ways_to_match_ten_characters(pattern: str, ways: float) -> None:
-    assert _ways(_parser.parse(pattern), 10) == ways
 
 
 @pytest.mark.parametrize("trainable", [0.0, 60.0])

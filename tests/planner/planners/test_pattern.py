@@ -48,6 +48,11 @@ def test_what_it_finds_is_what_python_finds(pattern: str) -> None:
         "((a|b|ab)*c)?d",
         r"(\w+\.)+!x",
         "(a*)*(?(1)b|c)",
+        "(?x)(a+) +b",
+        "(?:(a+)b)+c",
+        r"(a+)(?#comment)+b",
+        r"a*\|" * 6 + "b",
+        "a*[|]" * 6 + "b",
     ],
 )
 def test_what_may_match_for_ever_is_refused(pattern: str) -> None:

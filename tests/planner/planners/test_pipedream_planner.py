@@ -17,7 +17,14 @@ from pplan.planner.candidate import PipelineConfig, pipeline_configs
 from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.planners import PLANNERS, pipedream_planner
 from pplan.planner.planners.base import Planner
-from pplan.planner.planners.pipedream_planner import PAPER, NestedStage, PipeDreamStages, place_parts
+from pplan.planner.planners.pipedream_planner import (
+    PAPER,
+    NestedStage,
+    PipeDreamStages,
+    TooMuchWork,
+    place_parts,
+    shortest_bottleneck,
+)
 from pplan.planner.planners.replica_groups import list_tiers
 from pplan.planner.search.space import Space
 from tests.stage_bytes import stage_bytes
@@ -147,6 +154,20 @@ def test_many_cuts_are_thinned(
     assert plan is not None
     assert plan.ends[-1] == 40
     assert set(plan.ends) <= set(stages.table.cut_points)
+
+
+@pytest.mark.parametrize("memory", [None, 10**6])
+def test_too_many_cuts_for_the_work_are_halved(
+    memory: int | None, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = make_chain(0, 40, cuts=1.0), make_topology(4, per_node=2, memory=memory)
+    space = Space(chain, topology, "sgd")
+    stages = PipeDreamStages(space, PipelineConfig("pipedream", "never", 8, 4), PAPER)
+    exact, thin = stages.proposal(), stages.proposal(work=1e4)
+    least, seconds = ((own and own.estimate_seconds) or inf for own in (exact, thin))
+    assert least <= seconds <= 2 * least < inf
+    with pytest.raises(TooMuchWork):
+        shortest_bottleneck(stages.instance, 1e4)
 
 
 class TestDevices:

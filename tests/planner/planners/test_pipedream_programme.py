@@ -264,19 +264,6 @@ def test_memory_counts_the_stages_behind() -> None:
     assert limited(3) is None
 
 
-def test_too_many_places_are_thinned() -> None:
-    rng = np.random.default_rng(1)
-    tiers, anything = (Tier(4, 10.0), Tier(2, 5.0)), lambda *_: np.ones((121, 121), dtype=bool)
-    at = instance(rng.random(120), rng.random(120), rng.random(119), tiers, fits=anything)
-    exact, thin = shortest_bottleneck(at), shortest_bottleneck(at, work=1e5)
-    assert exact is not None
-    assert thin is not None
-    assert exact.places == 121
-    assert thin.places < 70
-    assert exact.seconds <= thin.seconds <= 1.5 * exact.seconds
-    assert bottleneck(at, thin.parts, 1, False) == pytest.approx(thin.seconds, rel=1e-12)
-
-
 def test_same_plan_every_time() -> None:
     at = instance([1.0] * 12, [0.0] * 12, [0.0] * 11, (Tier(2, 1.0), Tier(3, 1.0)))
     assert shortest_bottleneck(at) == shortest_bottleneck(at)
