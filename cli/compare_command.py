@@ -22,8 +22,7 @@ from ..cost_models.quantities import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.explanation.compare import ComparisonRow, PlanComparison
-    from ..planner.explanation.other_methods import OtherMethod
+    from ..planner.explanation.compare import ComparisonRow, OtherMethod, PlanComparison
 
 DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""

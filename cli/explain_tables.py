@@ -17,11 +17,10 @@ from ..cost_models.quantities import (
     percent,
     ranges,
 )
-from ..planner.explanation.critical_path import KINDS
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
-from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
-from ..planner.explanation.step_limits import PathShare, StepLimits
+from ..planner.explanation.rivals import WORTH, Crossover, Sensitivity
+from ..planner.explanation.step_limits import KINDS, PathShare, StepLimits
 from ..planner.plan_file import PlanSummary
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 

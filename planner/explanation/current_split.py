@@ -18,9 +18,8 @@ from ..plan_simulation import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family
-from .explain_context import ExplainContext, score_plan, simulate_candidate
+from .explain_context import SECONDS, ExplainContext, score_plan, search_near, simulate_candidate
 from .explain_options import ExplainOptions
-from .resolve import SECONDS, search_near
 from .step_limits import BusiestStage, find_busiest
 
 

@@ -1,24 +1,33 @@
-"""The plan to be explained, and its problem, read back from the plan's file."""
+"""The plan to be explained and its problem, as the file has them, and problems a little different, solved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
 
 from ...cost_models.errors import UsageError
-from ...cost_models.layer import Chain
+from ...cost_models.layer import Chain, Vector
+from ...cost_models.quantities import LEAST_RATE, MOST_RATE
 from ...cost_models.schedules import find_schedule
 from ...cost_models.timeline import Timeline, simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..asynchronous import assemble_candidate
 from ..build_plan import build_problem
-from ..candidate import UNPROPOSED, ScoredPlan
+from ..candidate import SEARCHED, UNPROPOSED, PipelineConfig, Proposal, ScoredPlan
+from ..joint_search import find_best_plan, joint_search
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_simulation import place_plan
 from ..problem import Problem
 from ..scoring import fastest
+from ..search.branch_and_bound import SearchResult, search
+from ..search.budget import WORK_A_SECOND
+from ..search.family import Family
+from ..search.space import Space
 
 
 @dataclass(frozen=True)
@@ -99,3 +108,169 @@ def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     """The simulated step of a scored plan."""
     assembly = assemble_candidate(problem.space, plan)
     return simulate(assembly.program, assembly.costs())
+
+
+SECONDS = 1.0
+"""Of the search for each answer, as of `PlanOptions.time_limit`."""
+OTHERS_LONGER = 4
+"""Times as long for a problem with schedules whose cuts are searched for their own order of actions."""
+MANY = 12
+"""Devices beyond which solving again a score of times would take too long."""
+ROUNDING = 1e-12
+"""By which a varied bandwidth stays inside its range."""
+
+
+def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
+    """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
+    scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
+    samples of a micro-batch, are searched, and nothing is proven."""
+    limited = replace(problem, options=replace(problem.options, time_limit=seconds))
+    suited = list(_suited(limited, seeds))
+    if problem.usable_gpus > MANY and suited and all(name in SEARCHED for name in problem.schedules):
+        near = [family for family in limited.families if _is_near(family.config, suited)]
+        stages = [len(seed.ends) for seed in suited]
+        counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
+        result = search_near(limited.space, near, counts, suited, seconds)
+        return replace(result, exact=False)
+    return joint_search(limited, _score_seeds(limited.space, suited))
+
+
+def resolve_fully(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
+    """The same; where nothing is proven of it, and devices are few, no slower than what solving the problem
+    from the beginning finds in as long: the seeds may lie far from it."""
+    result = resolve(problem, seeds, seconds)
+    if result.exact or problem.usable_gpus > MANY:
+        return result
+    # The cuts of other schedules are searched after those of 1F1B and GPipe, and need more.
+    longer = OTHERS_LONGER * seconds if problem.heuristic_schedules else seconds
+    limited = replace(problem, options=replace(problem.options, time_limit=longer))
+    other = find_best_plan(limited).result
+    slower = other.best is None or (
+        result.best is not None and result.best.step_seconds <= other.best.step_seconds
+    )
+    return result if slower else other
+
+
+def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
+    """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
+    sizes = [seed.config.micro_batch_size for seed in seeds]
+    return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
+
+
+def search_near(
+    space: Space,
+    families: Sequence[Family],
+    stage_counts: Iterable[int],
+    seeds: Iterable[Proposal],
+    seconds: float = SECONDS,
+) -> SearchResult:
+    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
+    return search(space, families, stage_counts, _score_seeds(space, seeds), seconds * WORK_A_SECOND)
+
+
+def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
+    """The fastest of those of schedules that are searched, and of the others."""
+    proposals = list(seeds)
+    linear = [seed for seed in proposals if seed.config.schedule in SEARCHED]
+    others = [seed for seed in proposals if seed.config.schedule not in SEARCHED]
+    best = (fastest(space, linear), fastest(space, others))
+    return [plan for plan in best if plan is not None]
+
+
+def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
+    """The seeds as the problem lets them recompute."""
+    for seed in seeds:
+        config = seed.config
+        modes = problem.modes(config.schedule)
+        if problem.allows(seed.proposal) and config.mini_batch == problem.mini_batch:
+            for mode in (config.recompute,) if config.recompute in modes else modes:
+                yield replace(seed.proposal, config=replace(config, recompute=mode))
+
+
+def with_topology(problem: Problem, topology: Topology) -> Problem:
+    """The same on other devices."""
+    return replace(problem, topology=topology)
+
+
+def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
+    """The same devices with links of `factor` times the bandwidth: all, or those between nodes alone."""
+    varied = _varied_levels(topology, between_nodes)
+    levels = list(topology.levels)
+    for index in varied:
+        link = levels[index].link
+        faster = replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * factor)
+        levels[index] = replace(levels[index], link=faster)
+    return replace(topology, levels=tuple(levels))
+
+
+def bandwidth_range(topology: Topology, widest: float, *, between_nodes: bool = False) -> tuple[float, float]:
+    """The least and the largest factor, up to `widest` and down to one over it, with which `with_bandwidth`
+    makes links that a topology may have."""
+    varied = _varied_levels(topology, between_nodes)
+    rates = [topology.levels[index].link.bandwidth_bytes_per_second for index in varied]
+    finite = [rate for rate in rates if rate != inf]
+    least, most = 1 / widest, widest
+    for rate in finite:
+        least = max(least, LEAST_RATE / rate * (1 + ROUNDING))
+        most = min(most, MOST_RATE / rate * (1 - ROUNDING))
+    return min(least, 1.0), max(most, 1.0)
+
+
+def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
+    """Those with other links: all, or those that join nodes."""
+    varied, inside = [], 1
+    for index, level in enumerate(topology.levels):
+        inside = inside * level.size if level.size is not None else topology.gpus
+        if not between_nodes or inside > topology.gpus_per_node:
+            varied.append(index)
+    return varied
+
+
+def with_memory(problem: Problem, factor: float | None) -> Problem:
+    """The same with so many times the memory of every device; None: as much as is asked for."""
+
+    def more(size: float | None) -> int | None:
+        return None if size is None or factor is None else round(size * factor)
+
+    groups = tuple(
+        group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))
+        for group in problem.topology.groups
+    )
+    options = replace(problem.options, memory_limit=more(problem.options.memory_limit))
+    return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
+
+
+def without_launches(problem: Problem) -> Problem:
+    """The same where the hosts launch in no time, as with a step that is one CUDA graph."""
+
+    def without(chain: Chain) -> Chain:
+        nothing = np.zeros_like(chain.forward_host_seconds)
+        return replace(chain, forward_host_seconds=nothing, backward_host_seconds=nothing)
+
+    profiles = {name: without(own) for name, own in problem.profiles.items()}
+    return replace(problem, chain=without(problem.chain), profiles=profiles)
+
+
+_SECONDS_OF_LAYERS = (
+    "forward_seconds",
+    "backward_seconds",
+    "backward_input_seconds",
+    "backward_weight_seconds",
+    "accumulation_seconds",
+)
+
+
+def with_slower_layers(problem: Problem, first: int, end: int, factor: float) -> Problem:
+    """The same where layers `first` to `end` - 1 take `factor` times as long, on every kind of device."""
+    profiles = {name: _slower(own, first, end, factor) for name, own in problem.profiles.items()}
+    return replace(problem, chain=_slower(problem.chain, first, end, factor), profiles=profiles)
+
+
+def _slower(chain: Chain, first: int, end: int, factor: float) -> Chain:
+    changed: dict[str, Vector] = {}
+    for name in _SECONDS_OF_LAYERS:
+        values: Vector | None = getattr(chain, name)
+        if values is not None:
+            changed[name] = values.copy()
+            changed[name][first:end] *= factor
+    return replace(chain, **changed)  # type: ignore[arg-type]  # arrays only

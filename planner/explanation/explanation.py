@@ -21,10 +21,10 @@ from ..candidate import ScoredPlan
 from ..plan_file import TIE, Plan, PlanSummary, summarize
 from ..problem import Problem
 from .current_split import SplitComparison, compare_split
-from .explain_context import ExplainContext, make_context
-from .explain_options import ExplainOptions
-from .resolve import (
+from .explain_context import (
     SECONDS,
+    ExplainContext,
+    make_context,
     resolve,
     resolve_fully,
     with_bandwidth,
@@ -32,8 +32,8 @@ from .resolve import (
     with_topology,
     without_launches,
 )
-from .runner_up import RunnerUp, runners_up
-from .sensitivity import Sensitivity, sensitivities
+from .explain_options import ExplainOptions
+from .rivals import RunnerUp, Sensitivity, runners_up, sensitivities
 from .step_limits import StepLimits, find_limits, is_memory_known
 
 

@@ -1,17 +1,242 @@
-"""What limits the step: the critical path by kind and by stage, the busiest stage, and memory."""
+"""What limits the step: the critical path by kind and by stage, the busiest stage, and memory.
+
+Every start in a timeline is the latest of some ends: of the action before it on its device, of the transfer
+that it receives, of its launch. Following the latest back gives a path without a gap whose parts sum to the
+step: to shorten the step, something on it must become shorter. Of several that are equally late the device's
+own action is followed, so that the path stays where the work is. Where the step is as long as the port that
+several devices share is taken, the path ends with what is left of that when the last stage is done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from math import inf
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from ...cost_models.document import Record
+from ...cost_models.program_order import NONE, Indices
+from ...cost_models.step_costs import lower_costs, preceding_launches, recompute_seconds
 from ...cost_models.timeline import Timeline
 from ..candidate import ScoredPlan
 from ..plan_file import TIE, PlanSummary, summarize
-from .critical_path import KINDS, Segment, critical_path
-from .explain_context import ExplainContext
-from .resolve import resolve, with_memory
+from .explain_context import ExplainContext, resolve, with_memory
+
+Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
+KINDS: dict[str, str] = {
+    "compute": "computing",
+    "recompute": "running forward again",
+    "transfer": "transfers",
+    "host": "launches by the host",
+    "all_reduce": "all-reduce",
+    "optimizer": "the optimizer",
+    "port": "the most loaded port of the network",
+}
+"""With what a user reads."""
+
+
+class Segment(NamedTuple):
+    """A part of the path, seconds from the start of the step; `to_stage`: of a transfer, where it goes."""
+
+    kind: Kind
+    stage: int
+    to_stage: int | None
+    start: float
+    end: float
+
+
+def critical_path(timeline: Timeline) -> tuple[Segment, ...]:
+    """The path in order of time: from 0 to the end of the step, each part beginning where the last ends."""
+    done = max(timeline.stage_end)
+    port = Segment("port", timeline.stage_end.index(done), None, done, timeline.costs.port_seconds)
+    parts = [port, *_Walk(timeline).back()]
+    return tuple(reversed([part for part in parts if part.end > part.start]))
+
+
+class _Cause(NamedTuple):
+    """Something that ended at `until`, and how to go on from it: what yields its parts, latest first, and
+    returns its own cause."""
+
+    until: float
+    follow: Callable[[], tuple[list[Segment], _Cause | None]]
+
+
+class _Walk:
+    """A timeline that is followed back. Actions are positions in the order of the clock."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.order, self.run = timeline, timeline.order, timeline.run
+        self.values = lower_costs(timeline.order, timeline.costs)
+        self.sender_waits = timeline.costs.transfers in ("rendezvous", "blocking")
+        self.receiver_waits = timeline.costs.transfers in ("rendezvous", "blocking-receive")
+
+    def back(self) -> Iterator[Segment]:
+        cause: _Cause | None = self._step()
+        while cause is not None:
+            parts, cause = cause.follow()
+            yield from parts
+
+    def _step(self) -> _Cause:
+        """The end of the step: of the stage that is done last."""
+        ends = self.timeline.stage_end
+        stage = ends.index(max(ends))
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            cause = _latest(
+                self._action(int(self._own[stage][-1])),
+                *(
+                    self._reduction(k)
+                    for k, own in enumerate(self.timeline.reductions)
+                    if stage in own.stages
+                ),
+                *(self._transfer(i) for i in self._sent_by(stage)),
+            )
+            since = 0.0 if cause is None else cause.until
+            return [Segment("optimizer", stage, None, since, ends[stage])], cause
+
+        return _Cause(ends[stage], follow)
+
+    @cached_property
+    def _own(self) -> list[Indices]:
+        """The actions of each stage."""
+        return [np.flatnonzero(self.order.device == stage) for stage in range(self.timeline.stages)]
+
+    def _sent_by(self, stage: int) -> list[int]:
+        """The last action of a stage whose transfer the stage waits for."""
+        sends = [i for i in self._own[stage][-1:].tolist() if self.order.target[i] != NONE]
+        return sends if self.sender_waits else []
+
+    def _action(self, i: int, until: float | None = None) -> _Cause:
+        """An action, up to its end or an earlier second."""
+        order, values, stage = self.order, self.values, int(self.order.device[i])
+        start, end = float(self.run.start[i]), float(self.run.end[i])
+        upto = end if until is None else until
+        launches = values.launches
+        late = launches is not None and launches.end[i] > start + values.duration[i]
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            if late and until is None:
+                return [], self._launch(i, end)
+            recompute = min(start + float(self._again[i]), upto)
+            parts: list[Segment] = [
+                Segment("compute", stage, None, recompute, upto),
+                Segment("recompute", stage, None, start, recompute),
+            ]
+            before, source = int(order.previous[i]), int(order.source[i])
+            causes = []
+            if before != NONE:
+                causes.append(self._action(before))
+                if self.sender_waits and order.target[before] != NONE:
+                    causes.append(self._transfer(before))
+            if source != NONE:
+                causes.append(self._transfer(source))
+            if launches is not None and launches.start[i] > 0:
+                causes.append(self._launch(int(self._launched_after[i]), float(launches.start[i])))
+            return parts, _latest(*causes)
+
+        return _Cause(upto, follow)
+
+    @cached_property
+    def _again(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Seconds of each action in which it runs its forward again."""
+        shares = self.order.program.shares
+        parts = 1.0 if shares is None else np.asarray(shares)[self.order.micro_batch]
+        return recompute_seconds(self.order, self.timeline.costs) * parts
+
+    def _transfer(self, i: int, until: float | None = None) -> _Cause:
+        """What action i sent, up to its arrival or to when it left its link."""
+        order, begin = self.order, float(self.run.begin[i])
+        target = int(order.target[i])
+        upto = float(self.run.arrival[i]) if until is None else until
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            part = Segment("transfer", int(order.device[i]), int(order.device[target]), begin, upto)
+            causes = [self._action(i)]
+            if self.receiver_waits and order.previous[target] != NONE:
+                causes.append(self._action(int(order.previous[target])))
+            causes += self._before_on_link(i)
+            return [part], _latest(*causes)
+
+        return _Cause(upto, follow)
+
+    def _before_on_link(self, i: int) -> list[_Cause]:
+        """The transfer that occupied the link before that of action i."""
+        line = int(self.values.link[i])
+        if line == NONE:
+            return []
+        senders = self._on_link(line)
+        position = int(np.flatnonzero(senders == i)[0]) - 1
+        if position < 0:
+            return []
+        j = int(senders[position])
+        occupied = float(self.values.occupancy[self.values.cut[j]])
+        return [self._transfer(j, float(self.run.begin[j]) + occupied)]
+
+    def _on_link(self, line: int) -> Indices:
+        """The senders of a link by when their transfers began, and of those that began together, as some take
+        no time on it, by when they were ready."""
+        if line not in self._links:
+            senders = np.flatnonzero(self.values.link == line)
+            ready = self.run.end[senders]
+            if self.receiver_waits:
+                before = self.order.previous[self.order.target[senders]]
+                ready = np.where(before == NONE, ready, np.maximum(ready, self.run.end[before]))
+            self._links[line] = senders[np.lexsort((ready, self.run.begin[senders]))]
+        return self._links[line]
+
+    @cached_property
+    def _links(self) -> dict[int, Indices]:
+        return {}
+
+    @cached_property
+    def _launched_after(self) -> Indices:
+        """By action, the launch that its own follows."""
+        assert self.values.launches is not None
+        return preceding_launches(self.order, self.timeline.costs, self.values.launches)
+
+    def _launch(self, i: int, until: float) -> _Cause:
+        """The launch of action i up to a second, and those that it follows, from the beginning of the step
+        on."""
+        launches = self.values.launches
+        assert launches is not None
+        parts, upto = [], until
+        while i != NONE:
+            start = float(launches.start[i])
+            parts.append(Segment("host", int(self.order.device[i]), None, start, upto))
+            i, upto = int(self._launched_after[i]), start
+        return _Cause(until, lambda: (parts, None))
+
+    def _reduction(self, k: int) -> _Cause:
+        """An all-reduce."""
+        reduction = self.timeline.reductions[k]
+
+        def follow() -> tuple[list[Segment], _Cause | None]:
+            part = Segment("all_reduce", reduction.stages[0], None, reduction.start, reduction.end)
+            whole: list[_Cause] = []
+            cut: list[_Cause] = []
+            for stage in reduction.stages:
+                own = self._own[stage]
+                # One that takes no time may begin, and end, as the all-reduce begins.
+                begun = own[(self.run.start[own] < reduction.start) | (self.run.end[own] <= reduction.start)]
+                if len(begun):
+                    i = int(begun[-1])
+                    over = self.run.end[i] > reduction.start
+                    (cut if over else whole).append(self._action(i, reduction.start if over else None))
+            others = [
+                self._reduction(j)
+                for j, other in enumerate(self.timeline.reductions)
+                if j != k and other.end <= reduction.start and set(other.stages) & set(reduction.stages)
+            ]
+            return [part], _latest(*whole, *others, *cut)
+
+        return _Cause(reduction.end, follow)
+
+
+def _latest(*causes: _Cause) -> _Cause | None:
+    """The latest, and of several the first."""
+    return max(causes, key=lambda cause: cause.until, default=None)
 
 
 class PathShare(Record):

@@ -14,11 +14,16 @@ from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.build_plan import plan_without_comparison
 from ..planner.candidate import ScoredPlan
 from ..planner.device_loss import Replan, replan_problem
-from ..planner.explanation.compare import PlanComparison, compare_plans
+from ..planner.explanation.compare import (
+    OtherMethod,
+    OtherMethodOptions,
+    PlanComparison,
+    compare_plans,
+    list_other_methods,
+)
 from ..planner.explanation.explain_context import make_context
 from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from ..planner.explanation.explanation import Explanation, explain_plan
-from ..planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 from ..planner.plan_file import REPLANNED, Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.search.branch_and_bound import SearchResult

@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.explain_tables import answer_lines, describe_plan, print_explanation, stage_name
 from pplan.planner.explanation.explanation import Explanation
-from pplan.planner.explanation.runner_up import RunnerUp
+from pplan.planner.explanation.rivals import RunnerUp
 from pplan.planner.plan_file import Plan, PlanSummary
 from pplan.profiler.profile_file import Profile
 

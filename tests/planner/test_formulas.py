@@ -22,8 +22,8 @@ from pplan.planner.cut_search.shape_search import _spread as _spread_cuts
 from pplan.planner.degrees.degree_baselines import _megatron
 from pplan.planner.degrees.degree_options import _read_zero
 from pplan.planner.degrees.degree_search import DegreeAnswer
+from pplan.planner.explanation.explain_context import resolve, with_memory
 from pplan.planner.explanation.explanation import _WorkShare
-from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
@@ -155,7 +155,7 @@ def test_what_a_narrow_search_finds_again_is_proven_by_nothing(
     assert best.exact
     assert best.best is not None
     assert resolve(problem, [best.best]).exact
-    monkeypatch.setattr("pplan.planner.explanation.resolve.MANY", 1)
+    monkeypatch.setattr("pplan.planner.explanation.explain_context.MANY", 1)
     assert not resolve(problem, [best.best]).exact
 
 

@@ -18,8 +18,8 @@ from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import chunks_in_flight
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.coverage import _any_plan
-from pplan.planner.explanation.resolve import with_bandwidth
-from pplan.planner.explanation.sensitivity import _outwards
+from pplan.planner.explanation.explain_context import with_bandwidth
+from pplan.planner.explanation.rivals import _outwards
 from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
 from pplan.planner.other_schedules import propose_other_schedules, propose_parts

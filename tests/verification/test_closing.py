@@ -11,7 +11,7 @@ import pytest
 import pplan
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.planner.explanation.critical_path import critical_path
+from pplan.planner.explanation.step_limits import critical_path
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 

@@ -9,7 +9,7 @@ from math import isclose
 from typing import TYPE_CHECKING, Any
 
 from ...cost_models.quantities import compare_percent, format_bytes, format_seconds, percent
-from ...planner.explanation.critical_path import KINDS
+from ...planner.explanation.step_limits import KINDS
 from ...planner.plan_file import PlanSummary
 from ...runtimes.checking.records import Check, CheckedCase
 from .page_tables import (
@@ -25,7 +25,7 @@ from .page_tables import (
 
 if TYPE_CHECKING:
     from ...planner.explanation.explanation import Explanation
-    from ...planner.explanation.sensitivity import Crossover, Sensitivity
+    from ...planner.explanation.rivals import Crossover, Sensitivity
     from ...planner.objectives.frontier import Frontier, Point
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pplan.cost_models.quantities import LEAST_RATE, MOST_RATE
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.explanation.resolve import bandwidth_range, with_bandwidth
+from pplan.planner.explanation.explain_context import bandwidth_range, with_bandwidth
 
 
 def nodes(inside: float, between: float) -> Topology:

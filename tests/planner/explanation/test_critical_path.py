@@ -13,7 +13,7 @@ from pplan.cost_models.program import Program
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
 from pplan.cost_models.step_costs import TRANSFERS, Array, Costs
 from pplan.cost_models.timeline import simulate
-from pplan.planner.explanation.critical_path import Segment, critical_path
+from pplan.planner.explanation.step_limits import Segment, critical_path
 
 
 def by_stage(values: list[float]) -> Array:

@@ -15,7 +15,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.explanation.resolve import (
+from pplan.planner.explanation.explain_context import (
     MANY,
     resolve,
     resolve_fully,
@@ -23,8 +23,7 @@ from pplan.planner.explanation.resolve import (
     with_slower_layers,
     with_topology,
 )
-from pplan.planner.explanation.runner_up import runners_up
-from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
+from pplan.planner.explanation.rivals import WORTH, Sensitivity, runners_up, sensitivities
 from pplan.planner.explanation.step_limits import find_limits
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_file import REPLANNED, Aim
@@ -345,7 +344,7 @@ def test_what_solving_from_the_beginning_finds_counts(
     slower = replace(best.best, step_seconds=2 * best.best.step_seconds)
     for exact, expected in ((False, best.best), (True, slower)):
         far = replace(best, best=slower, exact=exact)
-        monkeypatch.setattr("pplan.planner.explanation.resolve.resolve", lambda *_, far=far: far)
+        monkeypatch.setattr("pplan.planner.explanation.explain_context.resolve", lambda *_, far=far: far)
         answer = resolve_fully(own.question.problem, []).best
         assert answer is not None
         assert answer.step_seconds == expected.step_seconds

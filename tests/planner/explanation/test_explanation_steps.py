@@ -14,9 +14,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.explanation import explanation as module
-from pplan.planner.explanation.explain_context import make_context
+from pplan.planner.explanation.explain_context import SECONDS, make_context
 from pplan.planner.explanation.explanation import _faster, _made_for, _notes, _WorkShare, solve_what_ifs
-from pplan.planner.explanation.resolve import SECONDS
 from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem

@@ -14,7 +14,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import ScoredPlan
-from pplan.planner.explanation.other_methods import (
+from pplan.planner.explanation.compare import (
     OtherMethod,
     OtherMethodOptions,
     list_other_methods,

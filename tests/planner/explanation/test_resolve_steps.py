@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.explanation import compare, resolve, step_limits
+from pplan.planner.explanation import compare, step_limits
+from pplan.planner.explanation import explain_context as module
 from pplan.planner.explanation.compare import ComparisonRow, _of_planner, _of_planners, _proven_bound
-from pplan.planner.explanation.critical_path import Segment
-from pplan.planner.explanation.resolve import (
+from pplan.planner.explanation.explain_context import (
     MANY,
     _is_near,
     _score_seeds,
@@ -24,7 +24,7 @@ from pplan.planner.explanation.resolve import (
     resolve_fully,
     search_near,
 )
-from pplan.planner.explanation.step_limits import _by_kind, _by_place, find_busiest
+from pplan.planner.explanation.step_limits import Segment, _by_kind, _by_place, find_busiest
 from pplan.planner.joint_search import BEST
 from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
@@ -74,7 +74,7 @@ class Problem(SimpleNamespace):
 def replaced(monkeypatch: Patch) -> None:
     """`replace` of the stand-in, too."""
     monkeypatch.setattr(
-        resolve,
+        module,
         "replace",
         lambda own, **more: own.__replace__(**more) if isinstance(own, Problem) else replace(own, **more),
     )
@@ -87,10 +87,15 @@ def result(best: ScoredPlan | None, *, exact: bool = True) -> SearchResult:
 def test_which_search_solves_again(monkeypatch: Patch) -> None:
     """All of it of few devices; of many what is near the seeds, of which nothing is proven then."""
     asked = list[Any]()
-    monkeypatch.setattr(resolve, "_score_seeds", lambda space, seeds: ("scored", space, list(seeds)))
-    monkeypatch.setattr(resolve, "joint_search", lambda own, seeds: asked.append((own, seeds)) or "joint")  # type: ignore[func-returns-value]
-    monkeypatch.setattr(resolve, "search_near", lambda *own: asked.append(own) or result(plan(1.0)))  # type: ignore[func-returns-value]
-    solve: Any = resolve.resolve
+    monkeypatch.setattr(module, "_score_seeds", lambda space, seeds: ("scored", space, list(seeds)))
+
+    def joint(problem: Any, seeds: Any) -> str:
+        asked.append((problem, seeds))
+        return "joint"
+
+    monkeypatch.setattr(module, "joint_search", joint)
+    monkeypatch.setattr(module, "search_near", lambda *own: asked.append(own) or result(plan(1.0)))  # type: ignore[func-returns-value]
+    solve: Any = module.resolve
     seeds = [plan(1.0, 3), plan(2.0, 5), plan(1.0, 1)]
     assert solve(problem(MANY), seeds, 3.0) == "joint"
     own, (_, space, proposals) = asked.pop()
@@ -117,8 +122,8 @@ def test_solving_from_the_beginning(monkeypatch: Patch) -> None:
         asked.append(own.options.time_limit)
         return SimpleNamespace(result=other)
 
-    monkeypatch.setattr(resolve, "find_best_plan", find)
-    monkeypatch.setattr(resolve, "resolve", lambda *_: first)
+    monkeypatch.setattr(module, "find_best_plan", find)
+    monkeypatch.setattr(module, "resolve", lambda *_: first)
     assert resolve_fully(problem(), [], 3.0) is other
     assert asked == [3.0]
     assert resolve_fully(problem(MANY + 1), [], 3.0) is first
@@ -132,8 +137,8 @@ def test_solving_from_the_beginning(monkeypatch: Patch) -> None:
     assert resolve_fully(problem(), [], 3.0) is other
     del asked[:]
     resolve_fully(problem(heuristic_schedules=("zb-h1",)), [], 3.0)
-    assert asked == [resolve.OTHERS_LONGER * 3.0]
-    assert resolve.OTHERS_LONGER > 1
+    assert asked == [module.OTHERS_LONGER * 3.0]
+    assert module.OTHERS_LONGER > 1
     first, count = result(plan(5.0)), len(asked)
     assert resolve_fully(problem(), [], 3.0) is first
     assert len(asked) == count
@@ -148,8 +153,8 @@ def test_what_is_near_seeds() -> None:
 
 def test_the_part_of_a_space(monkeypatch: Patch) -> None:
     """With as much work as seconds, from the seeds."""
-    monkeypatch.setattr(resolve, "_score_seeds", lambda *own: own)
-    monkeypatch.setattr(resolve, "search", lambda *own: own)
+    monkeypatch.setattr(module, "_score_seeds", lambda *own: own)
+    monkeypatch.setattr(module, "search", lambda *own: own)
     near: Any = search_near
     own = near("space", ["families"], [2, 3], ["seeds"], 2.0)
     assert own == ("space", ["families"], [2, 3], ("space", ["seeds"]), 2.0 * WORK_A_SECOND)
@@ -163,7 +168,7 @@ def test_seeds_are_scored_anew(monkeypatch: Patch) -> None:
     def fastest(_: Any, own: Sequence[Proposal]) -> ScoredPlan | None:
         return min((steps[each] for each in own), key=lambda each: each.step_seconds, default=None)
 
-    monkeypatch.setattr(resolve, "fastest", fastest)
+    monkeypatch.setattr(module, "fastest", fastest)
     score: Any = _score_seeds
     assert score("space", [own.proposal for own in known]) == [known[1], known[2]]
     assert score("space", [known[3].proposal]) == [known[3]]

@@ -11,9 +11,9 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import PipelineConfig, Proposal
-from pplan.planner.explanation import runner_up
-from pplan.planner.explanation.resolve import search_near
-from pplan.planner.explanation.runner_up import (
+from pplan.planner.explanation import rivals
+from pplan.planner.explanation.explain_context import search_near
+from pplan.planner.explanation.rivals import (
     _cuts,
     _differs,
     _move_cut,
@@ -116,7 +116,7 @@ def test_what_is_proven_of_runners_up(
 ) -> None:
     """Nothing where some schedules are not searched, or where a search ended early."""
     if not exact:
-        monkeypatch.setattr(runner_up, "search_near", lambda *own: replace(search_near(*own), exact=False))
+        monkeypatch.setattr(rivals, "search_near", lambda *own: replace(search_near(*own), exact=False))
     chain = make_chain(1, 4, cuts=1.1, traffic=0.1)
     options = {"mini_batch": 4, "micro_batches": 2, "recompute": "never", "schedule": schedule}
     question = solved(chain, make_topology(2), **options).question

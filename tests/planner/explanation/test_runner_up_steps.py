@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.explanation import runner_up
-from pplan.planner.explanation.resolve import SECONDS
-from pplan.planner.explanation.runner_up import (
+from pplan.planner.explanation import rivals
+from pplan.planner.explanation.explain_context import SECONDS
+from pplan.planner.explanation.rivals import (
     MOST_LISTED,
     MOST_SHAPES,
     TIES,
@@ -91,8 +91,8 @@ def test_other_numbers_of_stages(monkeypatch: Patch) -> None:
         asked.append((families, counts, seeds, seconds))
         return SimpleNamespace(best=plan(5.0), exact=True)
 
-    monkeypatch.setattr(runner_up, "search_near", near)
-    monkeypatch.setattr(runner_up, "fastest", lambda _, own: plan(4.5) if own else None)
+    monkeypatch.setattr(rivals, "search_near", near)
+    monkeypatch.setattr(rivals, "fastest", lambda _, own: plan(4.5) if own else None)
     context: Any = Context()
     two, three, other = plan(5.0), plan(6.0, (1, 2, 6)), plan(5.0, (2, 6), schedule="zb-h1")
     own = _other_stage_counts(context, [two, three, other])
@@ -118,10 +118,10 @@ def test_plans_without_cuts(monkeypatch: Patch) -> None:
         places = np.flatnonzero(cuts).tolist()
         return SimpleNamespace(places=places, chain=SimpleNamespace(max_stages=len(places) + 1))
 
-    monkeypatch.setattr(runner_up, "search_near", near)
-    monkeypatch.setattr(runner_up, "with_cuts", with_cuts)
+    monkeypatch.setattr(rivals, "search_near", near)
+    monkeypatch.setattr(rivals, "with_cuts", with_cuts)
     moved = plan(0.0, (1, 4, 6)).proposal
-    monkeypatch.setattr(runner_up, "_move_cut", lambda *own: [moved] if own[2] == 2 else [])
+    monkeypatch.setattr(rivals, "_move_cut", lambda *own: [moved] if own[2] == 2 else [])
     context: Any = Context()
     seeds = [plan(5.0), plan(6.0, (3, 4, 6)), plan(6.0, (2, 5, 6)), plan(6.0, (1, 5, 6))]
     own = _without(context, seeds, [2, 5])
@@ -133,7 +133,7 @@ def test_plans_without_cuts(monkeypatch: Patch) -> None:
     none = _without(context, seeds, [2, 3, 4, 5])
     assert (none.plan, none.proven, asked) == (None, True, [])
     heuristic: Any = Context(plan(4.0, (2, 4, 6), schedule="zb-h1"))
-    monkeypatch.setattr(runner_up, "fastest", lambda _, own: plan(4.5) if own == others else None)
+    monkeypatch.setattr(rivals, "fastest", lambda _, own: plan(4.5) if own == others else None)
     own = _without(heuristic, seeds, [2, 5])
     assert (own.plan, own.proven, asked) == (plan(4.5), False, [])
 
@@ -147,7 +147,7 @@ def test_a_cut_is_forbidden_with_those_that_take_its_place(monkeypatch: Patch) -
         asked.append(list(forbidden))
         return answers[len(asked) - 1]
 
-    monkeypatch.setattr(runner_up, "_without", without)
+    monkeypatch.setattr(rivals, "_without", without)
     context: Any = Context()
     ties = [plan(4.0, (1, 4, 6)), plan(4.0, (3, 4, 6))]
     answers[:] = [_Best(ties[0], True), _Best(ties[1], True), _Best(plan(4.4), True)]
@@ -173,14 +173,14 @@ def test_other_devices_of_the_same_stages(monkeypatch: Patch) -> None:
     """One after another of those that make a difference, until one is not as fast."""
     shapes: list[Any] = [((0,), (1,), (2,)), ((0,), (1,), (3,)), ((0, 1), (2,), (3,)), ((0,), (1, 2), (3,))]
     steps = dict(zip(shapes, (3.0, 4.0, 4.0, 5.0), strict=True))
-    monkeypatch.setattr(runner_up, "_shapes", lambda *_: (shapes, "every"))
-    monkeypatch.setattr(runner_up, "_differs", lambda _, devices: devices != shapes[0])
+    monkeypatch.setattr(rivals, "_shapes", lambda *_: (shapes, "every"))
+    monkeypatch.setattr(rivals, "_differs", lambda _, devices: devices != shapes[0])
 
     def score(_: Any, proposals: Sequence[Proposal]) -> ScoredPlan | None:
         plans = [plan(steps[own.devices], own.ends, own.devices) for own in proposals]
         return min(plans, key=lambda own: own.step_seconds, default=None)
 
-    monkeypatch.setattr(runner_up, "fastest", score)
+    monkeypatch.setattr(rivals, "fastest", score)
     own = _other_devices(Context())  # type: ignore[arg-type]
     tied = [plan(4.0, (2, 4, 6), shape) for shape in shapes[1:3]]
     assert own == _Best(plan(5.0, (2, 4, 6), shapes[3]), "every", tuple(tied))  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_devices_that_make_a_difference(monkeypatch: Patch) -> None:
         ((1,), (0,), (2,)): 4.0 * (1 + TIE / 2),
     }
     monkeypatch.setattr(
-        runner_up, "fastest", lambda _, own: plan(steps[own[0].devices]) if own[0].devices in steps else None
+        rivals, "fastest", lambda _, own: plan(steps[own[0].devices]) if own[0].devices in steps else None
     )
     assert _differs(context, ((0, 1), (2,), (3,)))
     assert not _differs(context, ((0,), (1,), (2,)))
@@ -216,8 +216,8 @@ def test_how_many_choices_of_devices_are_looked_at(monkeypatch: Patch) -> None:
         asked.append((family.name, stages, allowed))
         return iter(listed)
 
-    monkeypatch.setattr(runner_up, "_neighbours", lambda *_: [])
-    monkeypatch.setattr(runner_up, "_list_shapes", shapes)
+    monkeypatch.setattr(rivals, "_neighbours", lambda *_: [])
+    monkeypatch.setattr(rivals, "_list_shapes", shapes)
     placement = object()
     families = [SimpleNamespace(name=n, placement=placement, replicas=(1, 2, 4)) for n in "ab"]
     families.append(SimpleNamespace(name="c", placement=object(), replicas=(1, 3)))
@@ -245,14 +245,14 @@ def test_how_many_choices_of_devices_are_looked_at(monkeypatch: Patch) -> None:
 )
 def test_the_runners_up(change: dict[str, Any], second: bool, others: bool, monkeypatch: Patch) -> None:
     """The best of each kind that is not as fast, how much slower, and what is proven."""
-    monkeypatch.setattr(runner_up, "summarize", lambda own: own)
-    monkeypatch.setattr(runner_up, "RunnerUp", SimpleNamespace)
+    monkeypatch.setattr(rivals, "summarize", lambda own: own)
+    monkeypatch.setattr(rivals, "RunnerUp", SimpleNamespace)
     context: Any = Context(**change)
     own: dict[str, _Best] = {"2": _Best(plan(6.0), True), "4": _Best(plan(5.0, (1, 6)), True)}
     own |= {"devices": _Best(plan(7.0), True), "stages": _Best(plan(4.5, (6,)), True)}
-    monkeypatch.setattr(runner_up, "_other_stage_counts", lambda *_: own["stages"])
-    monkeypatch.setattr(runner_up, "_without_cut", lambda _, __, end: own[str(end)])
-    monkeypatch.setattr(runner_up, "_other_devices", lambda _: own["devices"])
+    monkeypatch.setattr(rivals, "_other_stage_counts", lambda *_: own["stages"])
+    monkeypatch.setattr(rivals, "_without_cut", lambda _, __, end: own[str(end)])
+    monkeypatch.setattr(rivals, "_other_devices", lambda _: own["devices"])
     answer: Any = runners_up(context, [], 1)
     assert (answer.second_best.plan, answer.second_best.slower) == (plan(4.5, (6,)), 0.125)
     assert answer.second_best.differs == "cuts, replicas or devices"
@@ -278,6 +278,6 @@ def test_the_runners_up(change: dict[str, Any], second: bool, others: bool, monk
     own["2"] = _Best(None, True, (tie,))
     answer = runners_up(context, [], 1)
     assert (answer.as_fast, answer.second_best.proven, answer.other_stages.proven) == (tie, False, others)
-    monkeypatch.setattr(runner_up, "MOST_CUTS", 1)
+    monkeypatch.setattr(rivals, "MOST_CUTS", 1)
     own["4"], own["2"] = _Best(plan(5.0), True), _Best(plan(6.0), True)
     assert not runners_up(context, [], 1).second_best.proven

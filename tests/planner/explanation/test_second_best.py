@@ -13,7 +13,7 @@ from attack.enumeration import Enumeration, Scored
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.explanation.explain_context import ExplainContext
-from pplan.planner.explanation.runner_up import runners_up
+from pplan.planner.explanation.rivals import runners_up
 from pplan.planner.scoring import fastest
 
 MakeChain = Callable[..., Chain]

@@ -13,9 +13,9 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation import sensitivity
-from pplan.planner.explanation.resolve import MANY
-from pplan.planner.explanation.sensitivity import HALVINGS, STEPS, WORTH, Sensitivity, _links, _PlanRace
+from pplan.planner.explanation import rivals
+from pplan.planner.explanation.explain_context import MANY
+from pplan.planner.explanation.rivals import HALVINGS, STEPS, WORTH, Sensitivity, _links, _PlanRace
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 
@@ -75,10 +75,10 @@ def make_race(monkeypatch: pytest.MonkeyPatch) -> type[Race]:
             super().__init__(*curves, **more)
             now[:] = [self]
 
-    monkeypatch.setattr(sensitivity, "fastest", lambda factor, own: now[0].fastest(factor, own))
-    monkeypatch.setattr(sensitivity, "resolve", lambda *own: now[0].resolve(*own))
-    monkeypatch.setattr(sensitivity, "summarize", lambda plan: plan)
-    monkeypatch.setattr(sensitivity, "Crossover", SimpleNamespace)
+    monkeypatch.setattr(rivals, "fastest", lambda factor, own: now[0].fastest(factor, own))
+    monkeypatch.setattr(rivals, "resolve", lambda *own: now[0].resolve(*own))
+    monkeypatch.setattr(rivals, "summarize", lambda plan: plan)
+    monkeypatch.setattr(rivals, "Crossover", SimpleNamespace)
     return Own
 
 
@@ -211,8 +211,8 @@ def test_seconds_of_the_heaviest_stage_are_varied(
         asked.append(own)
         return Sensitivity(what=own.what, least=own.ends[0], most=own.ends[1], below=None, above=None)
 
-    monkeypatch.setattr(sensitivity, "_reach", reach)
-    (answer,) = sensitivity.sensitivities(context, [], 1)
+    monkeypatch.setattr(rivals, "_reach", reach)
+    (answer,) = rivals.sensitivities(context, [], 1)
     words = "seconds of the layers of the first part of device 1"
     assert (answer.what, answer.first_layer, answer.last_layer) == (words, 1, 2)
     assert (answer.least, answer.most, asked[0].faster_above) == (0.25, 4.0, False)

@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.explanation.resolve import resolve_fully, with_topology
+from pplan.planner.explanation.explain_context import resolve_fully, with_topology
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
