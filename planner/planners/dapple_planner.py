@@ -120,15 +120,7 @@ class DappleStage:
     all_reduce: Floats
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Seconds of the step, and the pivot: 2 s for stage s, 2 s + 1 for the transfer after it."""
-
-    seconds: Floats
-    pivot: Indices
-
-
-def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_batches: int) -> Latency:
+def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_batches: int) -> Floats:
     """T = T_w + T_s + T_e of plans of `stages`, with a transfer of so many seconds after each but the last.
 
     A transfer is a stage whose forward and backward take its seconds, without an all-reduce. With those, for
@@ -151,16 +143,15 @@ def latency(stages: Sequence[DappleStage], transfers: Sequence[Floats], micro_ba
         works.append(work)
         exposed = np.maximum(exposed, stage.all_reduce - backwards)
         before, backwards = before + work, backwards + stage.backward
-    seconds, pivot = reaches[-1], np.asarray(len(works) - 1)
+    seconds = reaches[-1]
     hidden = seconds - works[-1]
     for index in range(len(works) - 2, -1, -1):
         # (M - 1) w_s > (M - 1) w_Q + between  <=>  before_s + M w_s > before_Q + (M - 1) w_Q
         moves = reaches[index] > hidden * (1 + TIE)
         seconds = np.where(moves, reaches[index], seconds)
         hidden = np.where(moves, reaches[index] - works[index], hidden)
-        pivot = np.where(moves, index, pivot)
-    whole = seconds + exposed
-    return Latency(whole, np.broadcast_to(pivot, whole.shape))
+    whole: Floats = seconds + exposed
+    return whole
 
 
 def _with_transfers(stages: Sequence[DappleStage], transfers: Sequence[Floats]) -> Iterator[DappleStage]:
@@ -451,7 +442,7 @@ class _DappleSearch:
             )
 
     def _seconds(self, costed: CostedPlans) -> Floats:
-        return latency(costed.stages, costed.transfers, self.choice.micro_batches).seconds
+        return latency(costed.stages, costed.transfers, self.choice.micro_batches)
 
     def _extend(self, plans: Plans, moves: Indices) -> Plans:
         """The best plans with one stage more on the devices of a move each, by state."""

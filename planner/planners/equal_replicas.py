@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
@@ -156,10 +157,6 @@ def _bapipe(problem: Problem) -> Iterator[Proposal]:
             yield _proposal(problem, choice, ends, 1, seconds)
 
 
-def _bapipe_refusal(problem: Problem) -> str:
-    return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, "does not fit")
-
-
 def find_bapipe_plan(space: Space, choice: MicroBatchChoice, stages: int) -> tuple[float, Ends] | None:
     """Seconds of a step, and the cut points that the stages end at; None where no partition fits."""
     work = [cost_replicas(space, choice, [rank]) for rank in range(stages)]
@@ -203,11 +200,6 @@ def _galvatron(problem: Problem) -> Iterator[Proposal]:
                 if ends is not None:
                     seconds = tables.estimate(ends, choice.micro_batches)
                     yield _proposal(problem, choice, ends, replicas, seconds)
-
-
-def _galvatron_refusal(problem: Problem) -> str:
-    misfit = "no depth that is a power of two divides devices and batch, and fits"
-    return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, misfit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +279,10 @@ def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:
         yield (*ends[:stage], end - 1, *ends[stage + 1 :]), stage + 1
 
 
+_NO_DEPTH = "no depth that is a power of two divides devices and batch, and fits"
+
 PLANNERS = (
     Planner("pipedream-2bw", _width_and_depth),
-    Planner("bapipe", _bapipe, _bapipe_refusal),
-    Planner("galvatron", _galvatron, _galvatron_refusal),
+    Planner("bapipe", _bapipe, partial(misfit_reason, "does not fit")),
+    Planner("galvatron", _galvatron, partial(misfit_reason, _NO_DEPTH)),
 )

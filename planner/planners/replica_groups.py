@@ -110,9 +110,11 @@ def propose_promising(
             yield Proposal(choice.config(plan.recomputes), ends, plan.devices, plan.seconds)
 
 
-def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:
-    """Why a planner of such micro-batches proposes nothing: it knows no schedule of them, or the `misfit`."""
-    return misfit if micro_batch_choices(configs) else f"it knows only {', '.join(SCHEDULES)}"
+def misfit_reason(misfit: str, problem: Problem) -> str:
+    """Why a planner of such micro-batches proposes nothing: the layers, or its schedules, or the `misfit`."""
+    if problem.space.is_long:
+        return "too many layers"
+    return misfit if micro_batch_choices(problem.configs) else f"it knows only {', '.join(SCHEDULES)}"
 
 
 @dataclass(frozen=True, eq=False)
