@@ -31,7 +31,7 @@ from ..cost_models.schedules import find_schedule
 from .candidate import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig, Proposal
 from .problem import FEW, Problem
 from .scoring import assemble
-from .search.replica_group import ReplicaMemory, most_within
+from .search.replica_group import ReplicaMemory
 from .search.space import Space, divide_batch, narrow_space
 from .search.stage_recompute import stage_modes
 from .stage_table import Floats, Indices, fullest_kind, ledger_options
@@ -43,20 +43,17 @@ MOST_USED = 64
 """Devices up to which `use_all` is respected; plans on more are looked for without it."""
 MOST_CUTS = 128
 """Cut points of a long chain between which the least memory is sought."""
-MOST_TOGETHER = 50_000
-"""Stages that run their first blocks again whose bytes are computed together."""
 
 
 class StageNeed(NamedTuple):
-    """Memory of a stage between two cut points on `replicas` devices."""
+    """Memory of a stage between two cut points on `replicas` devices, all with more room if `on_larger`."""
 
     start: int
     end: int
     replicas: int
+    on_larger: bool
     recompute: Recompute
     ledger: dict[str, int]
-    on_larger: bool = False
-    """It fits into the devices with more room alone."""
 
     @property
     def memory_bytes(self) -> int:
@@ -64,14 +61,10 @@ class StageNeed(NamedTuple):
         return sum(self.ledger.values())
 
 
-@dataclass(frozen=True)
-class SmallestPlan:
-    """The plan that needs the least memory.
+class SmallestPlan(NamedTuple):
+    """The plan that needs the least memory, on the first devices.
 
-    Attributes:
-        stages: Its stages, first to last.
-        proposal: The plan on the first devices.
-        is_counted: Whether the bytes are exact; else they are a lower bound for the schedule.
+    `is_counted`: its bytes are exact; else they are a lower bound for the schedule.
     """
 
     stages: list[StageNeed]
@@ -90,7 +83,7 @@ class SmallestPlan:
 
 
 class Room(NamedTuple):
-    """Bytes that so many devices hold, as if every device had the context of the kind with the largest."""
+    """Bytes that some devices hold, as if every device had the context of the kind with the largest."""
 
     bytes: float
     devices: int
@@ -104,12 +97,13 @@ def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
         more_schedules: Asynchronous schedules that are allowed besides. With one stage a device they need no
             less than 1F1B, which must be allowed.
     """
-    leaves_counts_out = problem.usable_gpus > FEW and problem.space.zero
-    if list_rooms(problem)[-1].bytes == inf or problem.space.is_long or leaves_counts_out:
+    room, space = list_rooms(problem)[-1].bytes, problem.space
+    leaves_plans_out = space.is_long or (space.zero and problem.usable_gpus > FEW)
+    if room == inf or leaves_plans_out or problem.allowed_schedules != problem.schedules:
         return False
-    if problem.allowed_schedules != problem.schedules or (more_schedules and "1f1b" not in problem.schedules):
-        return False
-    if list_rooms(problem)[-1].bytes >= least_in_parts(problem, more_schedules):
+    if (more_schedules and "1f1b" not in problem.schedules) or room >= least_in_parts(
+        problem, more_schedules
+    ):
         return False
     return next(fitting_plans(problem), None) is None
 
@@ -120,9 +114,8 @@ def fitting_plans(problem: Problem) -> Iterator[Proposal]:
     It may not fit under schedules that are not counted exactly, or with three or more sizes of memory.
     """
     rooms = list_rooms(problem)[-2:]  # smaller devices are taken for the smaller of these two
-    for pipelines in list_pipelines(problem):
-        if (stages := pipelines.find(rooms)) is not None:
-            yield pipelines.plan(stages).proposal
+    plans = (pipelines.find(rooms) for pipelines in list_pipelines(problem))
+    yield from (plan.proposal for plan in plans if plan is not None)
 
 
 def fewest_devices(problem: Problem) -> float:
@@ -138,13 +131,11 @@ def fewest_devices(problem: Problem) -> float:
     for pipelines in every:
         is_smallest = pipelines.config.micro_batch_size == every[0].config.micro_batch_size
         counts = [count for count in pipelines.counts if is_smallest or pipelines.share(count) == least]
-        stages = replace(pipelines, counts=counts).find([Room(room, problem.usable_gpus)]) if counts else None
-        used = inf if stages is None else sum(stage.replicas for stage in stages)
-        if stages is not None and used < fewest:
-            plan = pipelines.plan(stages)
-            fewest = (
-                used if plan.is_counted or fullest_bytes(pipelines.space, plan.proposal) <= room else fewest
-            )
+        plan = replace(pipelines, counts=counts).find([Room(room, problem.usable_gpus)]) if counts else None
+        used = inf if plan is None else sum(plan.proposal.replicas)
+        if plan is not None and used < fewest:
+            fits = plan.is_counted or fullest_bytes(pipelines.space, plan.proposal) <= room
+            fewest = used if fits else fewest
     return fewest
 
 
@@ -163,17 +154,16 @@ def find_smallest_plan(problem: Problem, in_flight: float | None = None) -> Smal
     best: SmallestPlan | None = None
     for pipelines in list_pipelines(problem, in_flight):
         low, high = 0, inf if best is None else best.memory_bytes
-        middle = high - 1
-        while high - low > 1:
-            stages = pipelines.find([Room(middle, problem.usable_gpus)])
-            if stages is not None:
-                best = pipelines.plan(stages)
-                high = min(best.memory_bytes, high - 1)
-            elif middle == high - 1:
+        room = high - 1
+        while low < room:
+            plan = pipelines.find([Room(room, problem.usable_gpus)])
+            if plan is not None:
+                best, high = plan, min(plan.memory_bytes, high - 1)
+            elif room == high - 1:
                 break
             else:
-                low = int(middle)
-            middle = (low + int(high)) // 2
+                low = int(room)
+            room = (low + int(high)) // 2
     return best
 
 
@@ -187,11 +177,8 @@ def fullest_bytes(space: Space, proposal: Proposal) -> float:
     except UsageError:
         return inf
     modes = stage_modes(proposal.config)
-    needs = (
-        min(ceil(sum(assembly.ledger(device, mode).values())) for mode in modes)
-        for device in range(assembly.program.devices)
-    )
-    return max(needs)
+    devices = range(assembly.program.devices)
+    return max(min(ceil(sum(assembly.ledger(device, mode).values())) for mode in modes) for device in devices)
 
 
 def list_rooms(problem: Problem) -> list[Room]:
@@ -202,11 +189,11 @@ def list_rooms(problem: Problem) -> list[Room]:
 
 def _room_by_rank(problem: Problem) -> Floats:
     """(devices,): their limits, as if every device had the context of the kind with the largest."""
-    space, rooms, first = problem.space, list[float](), 0
+    space, rooms = problem.space, list[float]()
+    largest = _ledger_options(space)["context_bytes"]
     for group in problem.topology.groups:
         context = ledger_options(group.device, space.dtype, space.number_bytes)["context_bytes"]
-        rooms += [space.limit([first]) - context + _ledger_options(space)["context_bytes"]] * group.number
-        first += group.number
+        rooms += [space.kinds_limit([group.device]) - context + largest] * group.number
     return np.array(rooms)
 
 
@@ -245,35 +232,24 @@ class StageMemory(ReplicaMemory):
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
         """What each stage needs on one replica; of `FIRST_LAYERS` (repeats,)."""
         key = recompute, 1 if moment == "step" else in_flight, moment  # then nothing is in flight
-        if key not in self.cache and recompute == FIRST_LAYERS:
-            start, end, again, _ = _repeats(self.table.blocks + 1)
-            parts = np.array_split(np.arange(len(again)), 1 + len(again) // MOST_TOGETHER)
-            self.cache[key] = np.concatenate(
-                [
-                    self.pair_bytes(in_flight, "always", start[part], end[part], again[part], moment)
-                    for part in parts
-                ]
-            )
-        elif key not in self.cache:
-            self.cache[key] = super().bytes(in_flight, recompute, moment)
+        if key not in self.cache:
+            if recompute == FIRST_LAYERS:
+                start, end, again, _ = _repeats(self.table.blocks + 1)
+                self.cache[key] = self.pair_bytes(in_flight, "always", start, end, again, moment)
+            else:
+                self.cache[key] = super().bytes(in_flight, recompute, moment)
         return self.cache[key]
 
     def most_in_flight(self, recompute: Recompute) -> Floats:
         """How many micro-batches each stage has room for; `FIRST_LAYERS`: if it recomputes first blocks."""
-        if recompute != FIRST_LAYERS:
-            return super().most_in_flight(recompute)
+        most = super().most_in_flight(recompute)
+        if recompute != FIRST_LAYERS or self.limit == inf:
+            return most
         start, end, _, first = _repeats(self.table.blocks + 1)
-
-        def find_most(mode: Recompute, moment: Moment) -> Floats:
-            return most_within(
-                self.limit, lambda count, _: self.bytes(count, mode, moment), temporaries=False
-            )
-
-        most = np.full(self.table.valid.shape, -inf)
+        largest = np.full(self.table.valid.shape, -inf)
         if len(first):
-            most[start[first], end[first]] = np.maximum.reduceat(find_most(FIRST_LAYERS, "passes"), first)
-        # Recomputation makes no difference to the optimizer's step.
-        return np.minimum(most, find_most("never", "step")) if self.has_temporaries else most
+            largest[start[first], end[first]] = np.maximum.reduceat(most, first)
+        return largest
 
 
 @lru_cache(maxsize=8)
@@ -319,8 +295,7 @@ def list_pipelines(problem: Problem, in_flight: float | None = None) -> list[Pip
         total = sum(_in_flight(config, to_last) for to_last in range(1, most_stages + 1))
         rank = total, config.schedule not in EXACT_SCHEDULES
         key = config.recompute, config.micro_batch_size
-        if key not in least or rank < least[key][0]:
-            least[key] = rank, config
+        least[key] = min(least.get(key, (rank, config)), (rank, config), key=lambda own: own[0])
     configs = sorted((config for _, config in least.values()), key=lambda config: config.micro_batch_size)
     return [
         Pipelines(problem, _thin_cuts(problem.space), config, counts, in_flight)
@@ -340,6 +315,8 @@ def _in_flight(config: PipelineConfig, to_last: int) -> float:
 
 Option = tuple[int, Floats]
 """Devices of a stage that are counted, and (cut points, cut points): those that are not, inf for none."""
+Shape = list[tuple[int, int, int, bool]]
+"""Cut points and replicas of the stages, and whether these are counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,101 +333,94 @@ class Pipelines:
         """Samples of a micro-batch on a replica."""
         return divide_batch(self.config.micro_batch_size, count)
 
-    def find(self, rooms: Sequence[Room]) -> list[StageNeed] | None:
-        """Find the stages on the fewest devices, each within the room of its devices; None where none fit.
+    def find(self, rooms: Sequence[Room]) -> SmallestPlan | None:
+        """Find the plan on the fewest devices, each stage within the room of its devices.
 
         Args:
             rooms: One, or the smaller and the larger of two. The devices of all are those of the problem.
+
+        Returns:
+            The plan on the first devices with least room; None where none fits.
         """
-        if len(rooms) > 1 and ((stages := self.find(rooms[:1])) or self.find(rooms[1:]) is None):
-            return stages
-        uses_all = self.problem.options.use_all and self.problem.usable_gpus <= MOST_USED and len(rooms) == 1
+        if len(rooms) > 1 and ((plan := self.find(rooms[:1])) or self.find(rooms[1:]) is None):
+            return plan
+        usable = self.problem.usable_gpus
+        uses_all = self.problem.options.use_all and usable <= MOST_USED and len(rooms) == 1
         counts = self.counts
         if not uses_all:  # of replicas that need as much the fewest
             counts = sorted({self._key(count): count for count in reversed(counts)}.values())
         most = [np.stack([self._most_in_flight(count, room.bytes) for count in counts]) for room in rooms]
-        width = self.problem.usable_gpus if uses_all else rooms[1].devices if len(rooms) > 1 else 0
+        width = usable if uses_all else rooms[1].devices if len(rooms) > 1 else 0
         totals: Sequence[int | None] = self._stage_counts if self.space.limits.pins else (None,)
         shapes = [self._find(most, counts, total, width, uses_all) for total in totals]
         shape = min(filter(None, shapes), key=lambda shape: sum(stage[2] for stage in shape), default=[])
-        return [
-            self._need(start, end, count, on_larger and not uses_all, len(shape) - stage)
-            for stage, (start, end, count, on_larger) in enumerate(shape)
-        ] or None
-
-    @property
-    def _stage_counts(self) -> range:
-        problem = self.problem
-        limits = (problem.usable_gpus, self.space.chain.max_stages, problem.options.max_stages or inf)
-        return range(1, int(min(limits)) + 1)
+        return self._plan(shape, uses_all) if shape else None
 
     def _find(
         self, most: Sequence[Floats], counts: Sequence[int], total: int | None, width: int, uses_all: bool
-    ) -> list[tuple[int, int, int, bool]] | None:
+    ) -> Shape:
         """Find cut points and replicas of the stages with the fewest devices; `total`: in so many stages."""
         usable, points = self.problem.usable_gpus, most[0].shape[1]
         rows, options = [np.full((points, width + 1), inf)], list[list[Option]]()
         rows[0][-1, 0] = 0.0
         best: tuple[float, int, int] = (inf, 0, 0)
         for to_last in self._stage_counts[:total]:
-            options.append(self._options_of_stage(most, counts, to_last, total, uses_all))
-            rows.append(np.full_like(rows[0], inf))
+            options.append(self._options(most, counts, to_last, total, uses_all))
+            row = np.full_like(rows[0], inf)
             for count, cost in options[-1]:
-                if count <= width:
-                    later = rows[-2][:, : width + 1 - count]
-                    if uses_all:  # all are 0 or inf
-                        reachable = np.isfinite(cost).astype(np.float32) @ np.isfinite(later).astype(
-                            np.float32
-                        )
-                        later = np.where(reachable > 0, 0.0, inf)
-                    else:
-                        later = (cost[:, :, None] + later).min(axis=1)
-                    rows[-1][:, count:] = np.minimum(rows[-1][:, count:], later)
-            used = rows[-1][0] + np.arange(width + 1)
-            if uses_all:
-                used[:-1] = inf
+                later = rows[-1][:, : max(width + 1 - count, 0)]
+                if uses_all:  # all are 0 or inf
+                    reachable = np.isfinite(cost).astype(np.float32) @ np.isfinite(later).astype(np.float32)
+                    later = np.where(reachable > 0, 0.0, inf)
+                else:
+                    later = (cost[:, :, None] + later).min(axis=1)
+                row[:, count:] = np.minimum(row[:, count:], later)
+            rows.append(row)
+            used = row[0] + np.where(np.arange(width + 1) < width * uses_all, inf, np.arange(width + 1))
             if total in (None, to_last):
-                place = int(used.argmin())
-                best = min(best, (float(used[place]), to_last, place))
-            if (rows[-1].min(axis=1) > usable).all() or (uses_all and best[0] < inf):
+                best = min(best, (float(used.min()), to_last, int(used.argmin())))
+            if (row.min(axis=1) > usable).all() or (uses_all and best[0] < inf):
                 break
         devices, to_last, place = best
-        return self._trace(rows[: to_last + 1], options, place) if devices <= usable else None
+        return self._trace(rows[:to_last], options, place) if devices <= usable else []
 
-    def _options_of_stage(
+    def _options(
         self, most: Sequence[Floats], counts: Sequence[int], to_last: int, total: int | None, uses_all: bool
     ) -> list[Option]:
         """List what a stage that is so far from the end may take."""
-        in_flight, allowed = self._in_flight(to_last), self.space.usable
+        allowed = self.space.usable
         if total is not None:
             start, end = np.indices(allowed.shape).reshape(2, -1)
             allowed = allowed & self.space.may_be(total - to_last, start, end).reshape(allowed.shape)
-        fits = [(in_flight <= one) & allowed for one in most]
+        fits = [(self._in_flight(to_last) <= one) & allowed for one in most]
         if uses_all:
-            every = zip(counts, fits[0], strict=True)
-            return [(count, np.where(fitting, 0.0, inf)) for count, fitting in every if fitting.any()]
+            return [
+                (count, np.where(fitting, 0.0, inf)) for count, fitting in zip(counts, fits[0], strict=True)
+            ]
         number = np.array(counts, dtype=float)
         fewest = [np.where(one.any(axis=0), number[one.argmax(axis=0)], inf) for one in fits]
         few = [] if len(fewest) == 1 else np.unique(fewest[1][fewest[1] < fewest[0]]).tolist()
-        large = [(int(count), np.where(fewest[1] == count, 0.0, inf)) for count in few]
-        return [(0, fewest[0]), *large]
+        return [(0, fewest[0]), *((int(count), np.where(fewest[1] == count, 0.0, inf)) for count in few)]
 
-    def _trace(
-        self, rows: list[Floats], options: list[list[Option]], place: int
-    ) -> list[tuple[int, int, int, bool]]:
-        """Cut points and replicas of the stages of the last row's least, and whether these are counted."""
-        shape, start = list[tuple[int, int, int, bool]](), 0
-        for row in reversed(range(len(rows) - 1)):
-            choices = [
-                (float(sums.min()), count, int(sums.argmin()))
-                for count, cost in options[row]
-                if count <= place
-                for sums in [cost[start] + rows[row][:, place - count]]
-            ]
-            _, count, end = min(choices, key=lambda choice: choice[0])
-            shape.append((start, end, count or int(options[row][0][1][start, end]), count > 0))
+    def _trace(self, rows: list[Floats], options: list[list[Option]], place: int) -> Shape:
+        """The stages of the last row's least."""
+        shape, start = Shape(), 0
+        for row, choices in reversed(list(zip(rows, options, strict=False))):
+            sums = [(cost[start] + row[:, place - count], count) for count, cost in choices if count <= place]
+            total, count = min(sums, key=lambda choice: float(choice[0].min()))
+            end = int(total.argmin())
+            shape.append((start, end, count or int(choices[0][1][start, end]), count > 0))
             start, place = end, place - count
         return shape
+
+    @property
+    def _stage_counts(self) -> range:
+        limits = (
+            self.problem.usable_gpus,
+            self.space.chain.max_stages,
+            self.problem.options.max_stages or inf,
+        )
+        return range(1, int(min(limits)) + 1)
 
     def _most_in_flight(self, count: int, room: float) -> Floats:
         """(cut points, cut points): how many micro-batches of each stage fit into `room` bytes."""
@@ -473,44 +443,48 @@ class Pipelines:
         """The bytes of all stages on so many replicas."""
         memories, key, space = _memories(self.space), self._key(count), self.space
         if key not in memories:
-            options: LedgerOptions = {**_ledger_options(space), "ahead": key[2]}
             memories[key] = StageMemory(
                 table=space.table(key[0]),
                 replicas=count,
                 limit=inf,
                 optimizer=space.optimizer,
-                ledger=options,
+                ledger={**_ledger_options(space), "ahead": key[2]},
                 host=space.host,
             )
         return memories[key]
 
-    def _need(self, start: int, end: int, count: int, on_larger: bool, to_last: int) -> StageNeed:
-        """The memory of a stage with the recomputation that needs the least."""
-        memory, in_flight, needs = self._memory(count), self._in_flight(to_last), list[StageNeed]()
-        words, points = list[str](), memory.table.cut_points
-        for mode in self._modes:
-            first = [points[again] - points[start] for again in range(start + 1, end)]
-            words += map(first_layers_word, first) if mode == FIRST_LAYERS else [mode]
-        for word in words:
-            if word != OFFLOAD or memory.fits_host(in_flight)[start, end]:
-                ledger = memory.table.stage_ledger(
-                    start, end, in_flight, word, memory.optimizer, count, **memory.ledger
-                )
-                needs.append(StageNeed(start, end, count, word, ledger, on_larger))
-        return min(needs, key=lambda need: need.memory_bytes)
-
     def _in_flight(self, to_last: int) -> float:
         return _in_flight(self.config, to_last) if self.in_flight is None else self.in_flight
 
-    def plan(self, stages: list[StageNeed]) -> SmallestPlan:
+    def _need(self, start: int, end: int, count: int, on_larger: bool, to_last: int) -> StageNeed:
+        """The memory of a stage with the recomputation that needs the least."""
+        memory, in_flight, words = self._memory(count), self._in_flight(to_last), list[str]()
+        table, points = memory.table, memory.table.cut_points
+        for mode in self._modes:
+            first = [first_layers_word(points[again] - points[start]) for again in range(start + 1, end)]
+            if mode != OFFLOAD or memory.fits_host(in_flight)[start, end]:
+                words += first if mode == FIRST_LAYERS else [mode]
+        needs = (
+            StageNeed(
+                *(start, end, count, on_larger, word),
+                table.stage_ledger(start, end, in_flight, word, memory.optimizer, count, **memory.ledger),
+            )
+            for word in words
+        )
+        return min(needs, key=lambda need: need.memory_bytes)
+
+    def _plan(self, shape: Shape, uses_all: bool) -> SmallestPlan:
         """The plan of these stages on the first devices with least room."""
-        cut_points = self.space.table(self.space.chain.sizes[0]).cut_points
-        ends = tuple(int(cut_points[stage.end]) for stage in stages)
-        rooms, devices = _room_by_rank(self.problem)[: self.problem.usable_gpus], list[tuple[int, ...]]()
-        free = np.argsort(rooms, kind="stable").tolist()
+        stages = [
+            self._need(start, end, count, is_counted and not uses_all, len(shape) - stage)
+            for stage, (start, end, count, is_counted) in enumerate(shape)
+        ]
+        cut_points, devices = self.space.table(self.space.chain.sizes[0]).cut_points, list[tuple[int, ...]]()
+        free = np.argsort(_room_by_rank(self.problem)[: self.problem.usable_gpus], kind="stable").tolist()
         for stage in stages:
             places = slice(len(free) - stage.replicas, None) if stage.on_larger else slice(stage.replicas)
             devices.append(tuple(sorted(free[places])))
             del free[places]
+        ends = tuple(cut_points[stage.end] for stage in stages)
         is_counted = self.in_flight is not None or self.config.schedule in EXACT_SCHEDULES
         return SmallestPlan(stages, Proposal(self.config, ends, tuple(devices)), is_counted)
