@@ -9,7 +9,7 @@ takes, once the pipeline is full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_count
 from ..cost_models.schedules import find_schedule, xpipe_staleness
+from ..cost_models.step_costs import Costs
 from ..cost_models.timeline import steady_state
 from .assembly import Assembly
 from .candidate import PipelineConfig, Proposal, ScoredPlan
@@ -122,29 +123,31 @@ def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Fl
 
 
 def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
-    """Seconds of a micro-batch in steady state, by the formula of the module's docstring."""
-    return max(_terms(space, proposal, modes))
+    """Seconds of a micro-batch in steady state, by formula."""
+    costs, count = assemble_endless(space, proposal, modes).costs(), proposal.config.micro_batches
+    return float(steady_steps(costs, count)[0]) / count
 
 
-def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[float]:
-    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
-    groups = [space.replica_group(config.micro_batch_size, own) for own in proposal.devices]
-    work, cuts = [], []
-    for stage, (costs, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
-        at = cut_points.index(first), cut_points.index(end)
-        recompute = costs.forward[at] if modes[stage] != "never" else 0.0
-        work.append(float(costs.forward[at] + costs.backward[at] + recompute))
-        trainable = np.asarray(np.asarray(costs.table.stage_bytes.trainable)[at], dtype=np.float64)
-        launches = costs.table.forward_launch[at] * (1 + (modes[stage] != "never"))
-        yield float(launches + costs.table.backward_launch[at])
-        yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / config.micro_batches
-        if stage + 1 < len(groups):
-            latency, each = space.pace(*proposal.devices[stage : stage + 2])
-            occupancy = each * max(float(own.table.crossing[at[1]]) for own in groups[stage : stage + 2])
-            yield occupancy
-            cuts.append(occupancy + latency)
-    for s in range(len(work)):
-        total = 0.0
-        for t in range(s, len(work)):
-            total += work[t] + (2 * cuts[t - 1] if t > s else 0.0)
-            yield total / (t - s + 1)
+def steady_steps(costs: Costs, micro_batches: int) -> Floats:
+    """(candidates,): seconds of a further global batch, of `micro_batches`, of a linear pipeline whose stage
+    i of p holds p - i of them: the formula at the head of objectives/steady_search.py."""
+    work = _by_stage(costs.backward) + _by_stage(costs.forward) * (1 + _by_stage(costs.recompute))
+    occupancy, latency = (np.asarray(own)[0] for own in (costs.forward_occupancy, costs.forward_latency))
+    launches = _by_stage(costs.forward_launch) + _by_stage(costs.backward_launch)
+    longest = np.maximum(work, launches).max(axis=0)
+    for start in range(len(work)):
+        seconds = work[start]
+        for end in range(start + 1, len(work)):
+            seconds = seconds + work[end] + 2 * (occupancy + latency)[end - 1]
+            longest = np.maximum(longest, seconds / (end - start + 1))
+    if len(occupancy):
+        longest = np.maximum(longest, occupancy.max(axis=0))
+    if costs.all_reduce is not None:
+        longest = np.maximum(longest, costs.all_reduce[:, 0].max(axis=0) / micro_batches)
+    steps: Floats = np.broadcast_to(longest, costs.candidates or 1) * micro_batches
+    return steps
+
+
+def _by_stage(values: Floats | None) -> Floats:
+    """(stages, candidates) of what is the same for all micro-batches."""
+    return np.zeros((1, 1)) if values is None else values[:, 0].reshape(len(values), -1)

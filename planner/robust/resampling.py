@@ -28,11 +28,11 @@ import numpy.typing as npt
 from ...cost_models.collectives import exposed_all_reduce_seconds
 from ...cost_models.layer import LayerCosts
 from ...cost_models.program import StageSlot
-from ...cost_models.step_costs import Array, Costs
+from ...cost_models.step_costs import Costs
 from ...cost_models.timeline import runs_side_by_side, step_seconds
 from ...cost_models.topology import Device
 from ..assembly import Assembly
-from ..asynchronous import assemble_endless
+from ..asynchronous import assemble_endless, steady_steps
 from ..candidate import ScoredPlan
 from ..plan_options import ASYNCHRONOUS
 from ..replica_exchange import gradient_bytes
@@ -288,33 +288,3 @@ def percentiles(steps: Floats) -> Interval:
     """Of the steps of all draws, (samples,)."""
     low, high = np.percentile(steps, (LOW, HIGH))
     return Interval(float(low), float(high))
-
-
-def steady_steps(costs: Costs, micro_batches: int) -> Floats:
-    """(candidates,): seconds of a further global batch, of `micro_batches`, of a linear pipeline whose stage
-    i of p holds p - i of them: the formula at the head of objectives/steady_search.py."""
-    work = _by_stage(costs.backward) + _by_stage(costs.forward) * (1 + _by_stage(costs.recompute))
-    occupancy, latency = _by_cut(costs.forward_occupancy), _by_cut(costs.forward_latency)
-    way = occupancy + latency
-    longest = np.max(np.broadcast_to(work, (len(work), costs.candidates or 1)), axis=0)
-    for start in range(len(work)):
-        seconds = work[start]
-        for end in range(start + 1, len(work)):
-            seconds = seconds + work[end] + 2 * way[end - 1]
-            longest = np.maximum(longest, seconds / (end - start + 1))
-    if len(occupancy):
-        longest = np.maximum(longest, occupancy.max(axis=0))
-    if costs.all_reduce is not None:
-        longest = np.maximum(longest, costs.all_reduce[:, 0].max(axis=0) / micro_batches)
-    steps: Floats = longest * micro_batches
-    return steps
-
-
-def _by_stage(values: Array | None) -> Array:
-    """(stages, candidates) of what is the same for all micro-batches."""
-    return np.zeros((1, 1)) if values is None else values[:, 0, 0]
-
-
-def _by_cut(values: Array | None) -> Array:
-    """(cuts, candidates) of the one pipe."""
-    return np.zeros((0, 1)) if values is None else values[0]

@@ -28,7 +28,7 @@ from ...cost_models.runtime import Runtime
 from ...cost_models.step_costs import Hosts
 from ...cost_models.topology import Device, Topology
 from ..cut_limits import CutLimits
-from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
+from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes, stage_figure
 from ..stage_table import Floats, StageTable, fullest_kind, ledger_options
 from .budget import SearchBudget
 from .replica_group import Buckets, HostMemory, ReplicaGroupCosts, make_buckets
@@ -295,16 +295,12 @@ class Space:
         per_replica_batch = divide_batch(size, len(devices))
         timed = [(self.kind_table(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]
         exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
-        if exchange.is_by_layer:
-            forwards = [exchange.forward(own, own.costs.forward_seconds * scale) for own, scale in timed]
-            backward = [exchange.backward(own, own.costs.backward_seconds * scale) for own, scale in timed]
-            first = backward
-        else:
-            forwards = [table.forward * scale for table, scale in timed]
-            backward = [table.backward * scale for table, scale in timed]
-            first = [(table.backward - table.accumulation) * scale for table, scale in timed]
-        forward = np.maximum.reduce(forwards)
-        exposed_allreduce = np.zeros_like(forward)
+        forward, backward, first = (
+            [stage_figure(own, name, scale, exchange) for own, scale in timed]
+            for name in ("forward", "backward", "first_backward")
+        )
+        longest = np.maximum.reduce(backward)
+        exposed_allreduce = np.zeros_like(longest)
         if len(devices) > 1 and self.zero:
             exposed_allreduce = exchange.at_end(self.table(per_replica_batch).reduced_bytes(self.zero))
         elif len(devices) > 1:
@@ -322,9 +318,9 @@ class Space:
             replicas=len(devices),
             per_replica_batch=per_replica_batch,
             size=size,
-            forward=forward,
-            backward=np.maximum.reduce(backward),
-            accumulation=np.maximum.reduce(backward) - np.maximum.reduce(first),
+            forward=np.maximum.reduce(forward),
+            backward=longest,
+            accumulation=longest - np.maximum.reduce(first),
             exposed_allreduce=exposed_allreduce,
             limit=self.limit(devices),
             optimizer=self.optimizer,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.memory import Recompute
-from pplan.planner.asynchronous import assemble_endless, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, steady_seconds, steady_steps
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampling
@@ -20,7 +20,6 @@ from pplan.planner.robust.resampling import (
     estimate_interval,
     make_draws,
     percentiles,
-    steady_steps,
 )
 from pplan.planner.scoring import fastest
 

@@ -19,6 +19,7 @@ from pplan.cost_models.program import Program
 from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group
+from pplan.planner.asynchronous import steady_steps
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampling
@@ -27,7 +28,6 @@ from pplan.planner.robust.resampling import (
     Draws,
     StepSampler,
     make_draws,
-    steady_steps,
 )
 from pplan.planner.scoring import fastest
 from pplan.planner.search.pipelines import build_pipelines
@@ -262,6 +262,8 @@ def test_steady_steps_by_hand() -> None:
         forward=forward,
         backward=np.array([2.0, 2.0, 3.0])[:, None, None, None],
         recompute=None,
+        forward_launch=None,
+        backward_launch=np.array([0.0, 0.0, 5.0])[:, None, None, None],
         forward_occupancy=np.array([3.0, 0.0])[None, :, None],
         forward_latency=np.array([1.0, 0.0])[None, :, None],
         all_reduce=None,
