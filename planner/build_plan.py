@@ -44,11 +44,10 @@ from .plan_simulation import (
     shared_weights,
 )
 from .problem import Problem
-from .scoring import assemble, fastest, write_order
+from .scoring import UNFIT, assemble, fastest, list_failures, memory_text, most_lacking, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .search.stage_recompute import stage_modes
-from .unfit import UNFIT, list_failures, memory_text, most_lacking
 from .universal_bound import universal_bound
 
 

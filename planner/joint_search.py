@@ -18,11 +18,10 @@ from .plan_file import TIE
 from .planners import BASELINES, find_planner
 from .planners.base import Planner, refusal_reason
 from .problem import Problem
-from .scoring import fastest
+from .scoring import UNFIT, fastest, unfit_reason
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .smallest_plan import fitting_plans, nothing_fits
-from .unfit import UNFIT, unfit_reason
 
 SEARCH_SHARE = 0.8
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""

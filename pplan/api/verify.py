@@ -447,7 +447,7 @@ def _check_memory(check: _Checks, inputs: _Inputs) -> None:
 
 
 def _lacks_memory(plan: Plan) -> bool:
-    from ..planner.unfit import UNFIT  # which loads the search
+    from ..planner.scoring import UNFIT  # which loads the search
 
     return any(UNFIT in text for text in (*plan.warnings, *plan.notes))
 
