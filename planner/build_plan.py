@@ -342,7 +342,7 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
     shares = [share for share in off if share is not None]
     interval = None
     if problem.space.has_spread:
-        from .robust.resampling import estimate_interval  # most profiles have no spread
+        from .robust import estimate_interval  # most profiles have no spread
 
         interval = estimate_interval(problem.space, best)
     assembly = assemble(problem.space, best.proposal, best.recompute)

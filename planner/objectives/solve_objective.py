@@ -23,8 +23,7 @@ from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
 
 if TYPE_CHECKING:
-    from ..robust.choice import RobustPlan
-    from ..robust.resampling import DrawnSteps
+    from ..robust import DrawnSteps, RobustPlan
 
 
 def _additional_space(objective: Objective, problem: Problem) -> str:
@@ -162,7 +161,7 @@ def step_time(problem: Problem) -> ObjectiveResult:
     if not problem.options.robust:
         answer = find_best_plan(problem)
         return ObjectiveResult(answer.result, answer)
-    from ..robust.choice import check_known, most_robust
+    from ..robust import check_known, most_robust
 
     check_known(problem)
     answer = find_best_plan(problem)
@@ -176,7 +175,7 @@ def step_time(problem: Problem) -> ObjectiveResult:
 
 
 def _robust_aim(problem: Problem, robust: RobustPlan) -> Aim:
-    from ..robust.resampling import DEVICE_SAMPLES
+    from ..robust import DEVICE_SAMPLES
 
     slow = problem.options.slow_devices
     return Aim(

@@ -30,8 +30,7 @@ from pplan.planner.smallest_plan import (
     fullest_bytes,
     nothing_fits,
 )
-from pplan.planner.synthesis.candidates import recompute_choices
-from pplan.planner.synthesis.synthesize import synthesize
+from pplan.planner.synthesis.synthesize import recompute_choices, synthesize
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

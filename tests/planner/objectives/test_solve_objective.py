@@ -186,9 +186,9 @@ def test_plans_that_suit_draws_of_the_seconds(small_problem: MakeProblem, monkey
     """The fastest, without asking for another; else what was chosen, with what holds for it."""
     checked, answer = list[bool](), SimpleNamespace(best=plan(), result="result")
     robust = SimpleNamespace(plan=plan(3.0))
-    monkeypatch.setattr("pplan.planner.robust.choice.check_known", lambda _: checked.append(True))
+    monkeypatch.setattr("pplan.planner.robust.check_known", lambda _: checked.append(True))
     monkeypatch.setattr(solving, "find_best_plan", lambda _: answer)
-    monkeypatch.setattr("pplan.planner.robust.choice.most_robust", lambda *_: robust)
+    monkeypatch.setattr("pplan.planner.robust.most_robust", lambda *_: robust)
     monkeypatch.setattr(solving, "with_bound", lambda _, best, result: (best, result))
     monkeypatch.setattr(solving, "_note", lambda _, own, fastest: f"{own.plan.step_seconds} {fastest}")
     monkeypatch.setattr(solving, "_robust_aim", lambda *_: "aim")

@@ -13,7 +13,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, two_level_topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.robust.resampling import Draws
+from pplan.planner.robust import Draws
 
 SCALE = 1e6
 """Of all bytes, so that gradients fill several buckets."""

@@ -19,14 +19,16 @@ from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.robust.choice import RobustPlan, most_robust, variations
-from pplan.planner.robust.resampling import (
+from pplan.planner.robust import (
     DEVICE_SAMPLES,
     Draws,
+    RobustPlan,
     StepSampler,
     estimate_interval,
     make_draws,
+    most_robust,
     percentiles,
+    variations,
 )
 from pplan.planner.scoring import fastest
 from pplan.planner.search.pipelines import build_pipelines

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.planner import robust
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_file import TIE
-from pplan.planner.robust import choice, resampling
-from pplan.planner.robust.choice import CLIMBED, MOST_BESTS, NEAR, ROUNDS, _bests, _Comparison, _Searches
-from pplan.planner.robust.resampling import DrawnSteps, Draws, StepSampler, _affordable
+from pplan.planner.robust import (
+    CLIMBED,
+    MOST_BESTS,
+    NEAR,
+    ROUNDS,
+    DrawnSteps,
+    Draws,
+    StepSampler,
+    _affordable,
+    _bests,
+    _Comparison,
+    _Searches,
+)
 from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
 
 Patch = pytest.MonkeyPatch
@@ -122,8 +133,8 @@ def test_the_best_are_varied_until_none_is_better(monkeypatch: Patch) -> None:
         looked.append(own[0].ends[0])
         return None if own[0].ends[0] == 21 else ScoredPlan(own[0], ("never",) * 2, 4.5)
 
-    monkeypatch.setattr(choice, "variations", variations)
-    monkeypatch.setattr(choice, "fastest", score)
+    monkeypatch.setattr(robust, "variations", variations)
+    monkeypatch.setattr(robust, "fastest", score)
     contest.steps |= {(20, 99): DrawnSteps(9.0, 4.0), (30, 99): DrawnSteps(9.0, 30.0)}
     contest.own.climb()
     # First 10 to 13, then 20, which leads then; its variation, and the others', are no better.
@@ -143,7 +154,7 @@ def test_the_best_are_varied_until_none_is_better(monkeypatch: Patch) -> None:
         varied.append(own.ends[0])
         return [replace(own, ends=(own.ends[0] + 100, 999))]
 
-    monkeypatch.setattr(choice, "variations", further)
+    monkeypatch.setattr(robust, "variations", further)
     contest.own.climb()
     assert max(varied) == 100 * (ROUNDS - 1) + max(own for own in varied if own < 100)
 
@@ -165,12 +176,12 @@ def test_the_best_of_each_configuration(monkeypatch: Patch) -> None:
             asked.append([own.name for own in alike])
             return [plan(5.0 - len(alike)), plan(6.0)]
 
-    monkeypatch.setattr(choice, "_Searches", Own)
+    monkeypatch.setattr(robust, "_Searches", Own)
     large = False
-    monkeypatch.setattr(choice, "is_large", lambda *_: large)
+    monkeypatch.setattr(robust, "is_large", lambda *_: large)
     assert [own.step_seconds for own in _bests(problem, 7.0)] == [3.0, 4.0, 6.0, 6.0]
     assert asked == [(7.0, 8.0 * WORK_A_SECOND / (2 * 4)), [0, 2], [1]]
-    monkeypatch.setattr(choice, "MOST_BESTS", 3)
+    monkeypatch.setattr(robust, "MOST_BESTS", 3)
     assert MOST_BESTS > 3
     assert [own.step_seconds for own in _bests(problem, 7.0)] == [3.0, 4.0, 6.0]
     large = True
@@ -196,9 +207,9 @@ def test_plans_of_other_numbers_of_stages(monkeypatch: Patch) -> None:
         asked.append(tuple(given[2]))
         return SimpleNamespace(best=found.get(asked[-1]))
 
-    monkeypatch.setattr(choice, "search", search)
+    monkeypatch.setattr(robust, "search", search)
     small = True
-    monkeypatch.setattr(choice, "is_small_problem", lambda _: small)
+    monkeypatch.setattr(robust, "is_small_problem", lambda _: small)
     searches: Any = _Searches(problem, 9.0, 5.0)
     assert [own.step_seconds for own in searches.by_stages("families")] == [3.0, 4.0, 6.0]
     assert asked == [(1, 2, 3, 4, 5), (1,), (2,), (4,), (5,)]
@@ -213,7 +224,7 @@ def test_plans_of_other_numbers_of_stages(monkeypatch: Patch) -> None:
 def test_as_many_draws_as_there_is_time_for(monkeypatch: Patch) -> None:
     """All where they go side by side; else so many that 200,000 actions are simulated, and forty at least."""
     side = False
-    monkeypatch.setattr(resampling, "runs_side_by_side", lambda *_: side)
+    monkeypatch.setattr(robust, "runs_side_by_side", lambda *_: side)
     for actions, draws, expected in (
         (1000, 500, 200),
         (1000, 150, 150),
@@ -240,11 +251,11 @@ def test_parts_of_the_draws_are_simulated(monkeypatch: Patch) -> None:
         asked.append(len(part))
         return part
 
-    monkeypatch.setattr(resampling, "_part", lambda own, first, end: own[first:end])
-    monkeypatch.setattr(resampling, "step_seconds", simulate)
+    monkeypatch.setattr(robust, "_part", lambda own, first, end: own[first:end])
+    monkeypatch.setattr(robust, "step_seconds", simulate)
     sampler.costs, sampler.draws = lambda _: costs, costs
     for entries, expected in ((1000, [7]), (70, [7]), (69, [6, 1]), (30, [3, 3, 1]), (5, [1] * 7)):
-        monkeypatch.setattr(resampling, "ENTRIES", entries)
+        monkeypatch.setattr(robust, "ENTRIES", entries)
         asked.clear()
         assert sampler.steps(assembly).tolist() == costs.tolist()
         assert asked == expected

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.memory import Recompute
+from pplan.planner import robust
 from pplan.planner.asynchronous import assemble_endless, steady_seconds, steady_steps
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
-from pplan.planner.robust import resampling
-from pplan.planner.robust.resampling import (
+from pplan.planner.robust import (
     FEWEST,
     Draws,
     StepSampler,
@@ -94,7 +94,7 @@ def test_fewer_draws_where_they_go_one_by_one(
     assert plan is not None
     steps = StepSampler(problem.space, make_draws(6)).step_seconds(plan)
     assert estimate_interval(problem.space, plan) == percentiles(steps)
-    monkeypatch.setattr(resampling, "ONE_BY_ONE", 1)
+    monkeypatch.setattr(robust, "ONE_BY_ONE", 1)
     assert estimate_interval(problem.space, plan) == percentiles(steps[:FEWEST])
 
 

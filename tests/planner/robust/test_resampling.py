@@ -19,11 +19,11 @@ from pplan.cost_models.program import Program
 from pplan.cost_models.step_costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group
+from pplan.planner import robust
 from pplan.planner.asynchronous import steady_steps
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
-from pplan.planner.robust import resampling
-from pplan.planner.robust.resampling import (
+from pplan.planner.robust import (
     SAMPLES,
     Draws,
     StepSampler,
@@ -152,14 +152,14 @@ def test_a_part_at_a_time_is_the_same(
     )
     assert plan is not None
     whole = StepSampler(problem.space, make_draws(6, 7)).step_seconds(plan)
-    monkeypatch.setattr(resampling, "ENTRIES", 3 * 2 * 2 * 2)  # three draws of 2 stages x 2 micro-batches
+    monkeypatch.setattr(robust, "ENTRIES", 3 * 2 * 2 * 2)  # three draws of 2 stages x 2 micro-batches
     asked: list[int | None] = []
 
     def counting(program: Program, costs: Costs) -> Floats:
         asked.append(costs.candidates)
         return step_seconds(program, costs)
 
-    monkeypatch.setattr(resampling, "step_seconds", counting)
+    monkeypatch.setattr(robust, "step_seconds", counting)
     assert (StepSampler(problem.space, make_draws(6, 7)).step_seconds(plan) == whole).all()
     assert asked == [3, 3, 1]
 
@@ -167,7 +167,7 @@ def test_a_part_at_a_time_is_the_same(
 def test_seconds_of_few_tables_are_kept(
     make_problem: MakeProblem, every_cut: Callable[[Problem], Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resampling, "MOST_TABLES", 2)
+    monkeypatch.setattr(robust, "MOST_TABLES", 2)
     problem = every_cut(make_problem(3, 6, 3))
     own = StepSampler(problem.space, make_draws(6, DRAWS))
     for ends, devices in (((3, 6), ((0, 1), (2,))), ((6,), ((0,),)), ((3, 6), ((0, 1), (2,)))):
@@ -235,7 +235,7 @@ def test_the_closing_error_is_common_to_all_layers(make_chain: Callable[..., Cha
 @pytest.mark.slow
 def test_every_process_draws_the_same() -> None:
     code = (
-        "from pplan.planner.robust.resampling import make_draws; d = make_draws(7, 3);"
+        "from pplan.planner.robust import make_draws; d = make_draws(7, 3);"
         "print(d.layers.tobytes().hex(), d.common.tobytes().hex())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,12 +20,12 @@ from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.synthesis.candidates import (
+from pplan.planner.synthesis.orders import OrderProblem, run_order
+from pplan.planner.synthesis.synthesize import (
     make_candidate,
     order_problem,
     recompute_choices,
 )
-from pplan.planner.synthesis.orders import OrderProblem, run_order
 
 from .test_orders import list_steps
 from .test_orders import random_problem as random_costs

@@ -14,8 +14,7 @@ import pytest
 
 from pplan.planner.synthesis import exchanges as module
 from pplan.planner.synthesis.exchanges import NONE, _Exchanges, improve_order
-from pplan.planner.synthesis.fill_orders import fill_orders
-from pplan.planner.synthesis.orders import Lists, OrderProblem, run_order
+from pplan.planner.synthesis.orders import Lists, OrderProblem, fill_orders, run_order
 
 from .test_fill_orders import random_problem
 from .test_orders import random_problem as random_costs

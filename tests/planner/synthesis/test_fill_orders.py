@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.synthesis import fill_orders as fill_module
-from pplan.planner.synthesis.fill_orders import Rule, _Filler, fill_orders
-from pplan.planner.synthesis.orders import B, F, OrderProblem, Step, W
+from pplan.planner.synthesis import orders as fill_module
+from pplan.planner.synthesis.orders import B, F, OrderProblem, Rule, Step, W, _Filler, fill_orders
 
 
 def random_problem(

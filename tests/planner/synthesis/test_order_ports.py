@@ -17,9 +17,9 @@ from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.synthesis.candidates import make_candidate
 from pplan.planner.synthesis.exchanges import _Exchanges, improve_order
 from pplan.planner.synthesis.orders import run_order
+from pplan.planner.synthesis.synthesize import make_candidate
 
 from .test_orders import list_steps
 

@@ -28,11 +28,9 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 from pplan.planner.search.budget import SearchBudget
-from pplan.planner.synthesis.candidates import make_candidate
 from pplan.planner.synthesis.exchanges import improve_order
-from pplan.planner.synthesis.fill_orders import fill_orders
-from pplan.planner.synthesis.orders import B, F, Lists, OrderProblem, Step, W, run_order
-from pplan.planner.synthesis.synthesize import _with_base, synthesize
+from pplan.planner.synthesis.orders import B, F, Lists, OrderProblem, Step, W, fill_orders, run_order
+from pplan.planner.synthesis.synthesize import _with_base, make_candidate, synthesize
 
 TOLERANCE = 1e-9
 MODES: tuple[Recompute, ...] = ("never", "always")
