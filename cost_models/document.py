@@ -31,10 +31,18 @@ from .quantities import (
 from .runtime import RUNTIMES
 from .text_files import FOR_A_RUNTIME, add_hash, escape_surrogates, list_kinds, read_text, write_whole
 
+
+def _not_too_short(seconds: float) -> float:
+    """Refuse less than is predicted; pydantic would write the limit without an exponent."""
+    if seconds < LEAST_PREDICTED_SECONDS:
+        raise ValueError(f"Input should be at least {LEAST_PREDICTED_SECONDS:g}")
+    return seconds
+
+
 LayerName = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 PredictedSeconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED_SECONDS)]
-StepSeconds = Annotated[float, Field(ge=LEAST_PREDICTED_SECONDS, le=MOST_PREDICTED_SECONDS)]
+StepSeconds = Annotated[float, Field(gt=0, le=MOST_PREDICTED_SECONDS), AfterValidator(_not_too_short)]
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 TotalBytes = Annotated[int, Field(ge=0, le=MOST_TOTAL_BYTES)]
 Ratio = Annotated[float, Field(ge=-MOST_RATIO, le=MOST_RATIO)]

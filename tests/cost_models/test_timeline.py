@@ -188,7 +188,6 @@ def test_memory_over_time() -> None:
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ([], "no stages"),
         ([[F0, B0], [F0]], "stage 1: B0 is missing"),
         ([[F0, F0, B0]], "stage 0 runs F0 twice"),
         ([[F0, B0, F1, B1], [F1, B1, F0, B0]], "stage 0 waits at B0 for B0 of stage 1"),

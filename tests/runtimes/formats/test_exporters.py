@@ -353,10 +353,7 @@ def test_ranks_without_a_device_are_refused(make_plan: MakePlan) -> None:
         ({"chunks": 2.0}, "chunks: Input should be a valid integer, the value is 2.0"),
         ({"balance": [4, 0]}, "balance.1: Input should be greater than or equal to 1, the value is 0"),
         ({"step_seconds": "0.5"}, "step_seconds: Input should be a valid number, the value is '0.5'"),
-        (
-            {"step_seconds": 0},
-            f"step_seconds: Input should be greater than or equal to 0.{29 * '0'}1, the value is 0",
-        ),
+        ({"step_seconds": 0}, "step_seconds: Input should be greater than 0, the value is 0"),
     ],
 )
 @pytest.mark.parametrize("kind", [TorchgpipeExport, FairscaleExport])
