@@ -123,7 +123,8 @@ def score_equal(incumbent: Incumbent) -> None:
         low, (count,) = quick_bound(space, family), family.replicas
         each = [[kind] * int(devices // count) for kind, devices in enumerate(reach.devices)]
         fastest_last = list(chain.from_iterable(each[place] for place in np.argsort(-reach.speed)))
-        for kinds in (fastest_last, fastest_last[::-1], ())[0 if len(each) > 1 else 2 :]:
+        orders = [fastest_last, fastest_last[::-1], []] if len(each) > 1 else [[]]
+        for kinds in orders:
             high = min(incumbent.within, 8 * estimate)
             pipeline = reach.shortest_pipeline(low, high, incumbent.allows, kinds)
             if pipeline:
