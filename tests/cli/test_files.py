@@ -75,7 +75,7 @@ def test_no_file_here(run: Run, verb: list[str], makes: str) -> None:
         (b"[1, 2]", "not a p"),
         (b'{"hello": "world"}', "not a p"),
         (b'{"schema": 99, "layers": [], "prediction": []}', "schema is 99"),
-        (b'{"schema": 1, "layers": 7, "prediction": 7}', "model: Field required"),
+        (b'{"schema": 1, "layers": 7, "prediction": 7}', ": Field required (and "),
         (b'{"schema": 1, "layers": ' + b"[" * 100_000, "nested too deep"),
         (b'{"schema": 1, "layers": ' + b"1" * 5_000 + b"}", "a number is too long"),
     ],
