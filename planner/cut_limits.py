@@ -24,6 +24,11 @@ class CutLimits:
     must_cut: tuple[int, ...] = ()
     pins: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def are_set(self) -> bool:
+        """Return whether there are any."""
+        return bool(self.must_cut or self.pins)
+
     def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:
         """Whether stages with these first layers and layers after the last may be."""
         ends = {end for _, end in bounds}

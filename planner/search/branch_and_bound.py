@@ -143,10 +143,10 @@ def search(
             improve_plans(incumbent, budget)
     if not large:
         return _BranchAndBound(space, families, counts, budget, incumbent, bound).run()
-    if incumbent.best is None and space.is_long and proven < inf:
+    if space.is_long and proven < inf and (incumbent.best is None or space.limits.are_set):
         few = with_cuts(space, spread_cuts(space, FEW_CUTS))
         if families and not is_large(few, families):
-            # The few cuts allow a search: under pins, say, which the bound does not know.
+            # The few cuts allow a search, which knows pins; the bound does not.
             _BranchAndBound(few, families, counts, budget, incumbent, None).run()
     step = inf if incumbent.best is None else incumbent.best.step_seconds
     if bound is not None and proven > step * (1 + 3 * TIE):

@@ -21,7 +21,7 @@ EACH = 2
 NOTED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("plain", "levels", "many", "least memory", "frontier"), (0,)),
     "cost": (2, 3),
-    "tied": (2,),
+    "tied": (4,),
     "explain": (0, 1),
     "throughput": (0, 1, 6, 10),
     "runtimes": (2,),
