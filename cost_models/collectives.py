@@ -44,6 +44,8 @@ from .layer import Floats, TiedWeight, has_user
 from .optimizers import Precision
 from .topology import Amount, Link, Port, Topology
 
+FEW_RANKS = 64
+"""Routes of up to so many devices are followed part by part: arrays take twice the time of a search."""
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
 
@@ -372,6 +374,7 @@ class Routes:
     topology: Topology
     _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
     _loads: dict[tuple[Ranks, Ranks], Mapping[Port, float]] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
     def route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         """Latency, and seconds of each byte of a whole micro-batch, for which the slowest port is taken.
@@ -399,9 +402,12 @@ class Routes:
         return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
-        by_level = list(self._load_arrays(senders, receivers))
-        latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
-        return latency, max(float(loads.max()) for *_, loads in by_level)
+        if len(senders) + len(receivers) > FEW_RANKS:
+            by_level = list(self._load_arrays(senders, receivers))
+            latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
+            return latency, max(float(loads.max()) for *_, loads in by_level)
+        loads, latency = self._add_loads(senders, receivers)
+        return latency, max(loads.values())
 
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
         """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
@@ -427,6 +433,8 @@ class Routes:
         return min(leaving)[1]
 
     def _of_all_ports(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
+        if len(senders) + len(receivers) <= FEW_RANKS:
+            return self._add_loads(senders, receivers)[0]
         return {
             Port(level, direction, owner): load
             for level, direction, owners, loads in self._load_arrays(senders, receivers)
@@ -434,10 +442,7 @@ class Routes:
         }
 
     def _load_arrays(self, senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, str, Owners, Loaded]]:
-        """By level and direction, the owners of the ports and the seconds for which each is taken.
-
-        Samples are counted in parts of a sender times parts of a receiver, so that they are whole.
-        """
+        """`_add_loads` of many devices: by level and direction, the owners of the ports and their seconds."""
         many, few = len(receivers), len(senders)
         edges = np.unique(np.append(many * np.arange(few + 1), few * np.arange(many + 1)))
         a, b = np.array(senders)[edges[:-1] // many], np.array(receivers)[edges[:-1] // few]
@@ -449,6 +454,30 @@ class Routes:
                 owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
                 loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
                 yield level, direction, owners, loads
+
+    def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
+        """What `loads` returns, and the longest latency."""
+        loads: defaultdict[Port, float] = defaultdict(float)
+        latency = 0.0
+        for a, b, share in _parts(senders, receivers):
+            if (a, b) not in self._pairs:
+                self._pairs[a, b] = self.topology.link(a, b), self.topology.ports(a, b)
+            link, ports = self._pairs[a, b]
+            latency = max(latency, link.latency_seconds)
+            for port in ports:
+                loads[port] += share / link.bandwidth_bytes_per_second
+        return dict(loads), latency
+
+
+def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]:
+    """Sender, receiver and share of the samples of every part. Samples are counted in parts of a sender times
+    parts of a receiver, so that they are whole."""
+    done, whole = 0, len(senders) * len(receivers)
+    while done < whole:
+        i, j = done // len(receivers), done // len(senders)
+        until = min((i + 1) * len(receivers), (j + 1) * len(senders))
+        yield senders[i], receivers[j], (until - done) / whole
+        done = until
 
 
 NONE = -1

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pplan.cost_models import collectives
 from pplan.cost_models.collectives import (
     AllReduceBytes,
     Hop,
@@ -62,6 +63,20 @@ def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
         }
     )
     assert routes.exit_port(senders, receivers) == Port(1, "out", 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_routes_of_few_devices_are_those_of_many(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    topology = nodes(12, *rng.choice([(1, 1), (2, 1), (3, 3), (4, 2), (6, 3), (4, 1)]).tolist())
+    ranks, cut = tuple(rng.permutation(12).tolist()), int(rng.integers(1, 8))
+    stages = ranks[:cut], ranks[cut : cut + int(rng.integers(1, 5))]
+    few = Routes(topology)
+    answers = few.route(*stages), few.loads(*stages)
+    monkeypatch.setattr(collectives, "FEW_RANKS", 0)
+    many = Routes(topology)
+    assert answers[0] == pytest.approx(many.route(*stages), rel=1e-12)
+    assert answers[1] == pytest.approx(many.loads(*stages), rel=1e-12)
 
 
 def test_what_an_all_reduce_sends_through_each_port() -> None:
