@@ -23,7 +23,7 @@ FAR = 1.1
 """Plans with bounds above this many times the best step are not simulated."""
 MOST_STAGES, MOST_TRIED = 512, 60
 """Stages of a pipeline with equal replicas, and such pipelines that are made, at most."""
-FOR_EQUAL = 0.3
+FOR_EQUAL = 0.4
 """Share of the work and the time for pipelines with equal replicas."""
 SCORING = 2e3
 """Work for each device of a plan, mostly for the ports that it shares."""
