@@ -137,7 +137,7 @@ def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
         repeats, forks = len(re.findall(r"[*+{]", branch)), len(re.findall(r"[|?]", branch))
         steps += sum(float(len(text) + 1) ** (1 + repeats) for text in texts) * 2.0**forks
     ends = [end.start() for end in re.finditer(r"\)\s*[*+{]", pattern)]
-    inside = pattern[pattern.find("(") : ends[-1]] if ends else ""
+    inside = pattern[pattern.find("(") : ends[-1]].replace("(?:", "(") if ends else ""
     if steps > MOST_MATCH_STEPS or re.search(r"[*+{|?]", inside) or re.search(r"\(\?[aiLmsu-]*x", pattern):
         raise ValueError("it repeats what repeats, or repeats too often: matching it could take for ever")
     return [search(text) is not None for text in texts]

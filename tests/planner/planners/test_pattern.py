@@ -27,6 +27,7 @@ NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["hea
         "(?i:HEAD)",
         "",
         "(ab)*c",
+        "(?:ab)*c",
     ],
 )
 def test_what_it_finds_is_what_python_finds(pattern: str) -> None:
