@@ -45,7 +45,7 @@ from .optimizers import Precision
 from .topology import Amount, Link, Port, Topology
 
 FEW_RANKS = 64
-"""Routes of up to so many devices are followed part by part: arrays take twice the time of a search."""
+"""Most devices of a route that is followed part by part. Arrays would double the time of some searches."""
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
 
@@ -203,7 +203,7 @@ def _ring_links(topology: Topology, ranks: list[int]) -> list[Link]:
 
 
 def _over_links(topology: Topology, ranks: list[int], share: float, bytes: Amount, steps: int) -> Amount:
-    """So many steps over all links of a ring at once; the slowest link sets the pace."""
+    """Return the seconds of steps over all links of a ring at once; the slowest link sets the pace."""
     seconds = [_pass(link, share, bytes, steps) for link in _ring_links(topology, ranks)]
     slowest: Amount = reduce(np.maximum, seconds, bytes * 0.0)
     return slowest

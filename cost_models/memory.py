@@ -334,7 +334,7 @@ def _sum_terms(
     context_bytes: float,
     moment: Moment = "any",
 ) -> dict[str, Amount]:
-    """The ledger, of whatever counted the `usage`."""
+    """Sum the terms of a ledger from the `usage`, which a closed form or a walk over the actions counted."""
     passing: dict[str, Amount] = {"activations": usage.activations, "stage_inputs": usage.stage_inputs}
     if usage.pending is not None:
         passing["pending_gradients"] = usage.pending
@@ -407,7 +407,7 @@ class ActionBytes(NamedTuple):
 def bytes_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
 ) -> ActionBytes:
-    """What a device holds during each action, besides what it has all the time.
+    """Count the bytes that a device holds during each action, besides what it holds throughout.
 
     Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
     Arguments and errors as of `device_ledger`.

@@ -67,13 +67,13 @@ def run_in_order(values: ActionCosts, rows: list[Any] | None = None) -> list[Any
     later: Any = np.maximum if many else max
     zero: Any = 0 * values.duration[0]
     free, link_free = [zero] * values.order.program.devices, [zero] * values.links
-    seconds, occupancy, latency, *hosted = (
+    durations, occupancy, latency, *hosted = (
         list(own) if many else own.tolist()
         for own in (values.duration, values.occupancy, values.latency, *(launches or ())[:2])
     )
     waits, cuts = values.costs.transfers == "blocking", values.cut.tolist()
     arrived: list[Any] = [None] * len(values.order)
-    columns = (*(lists[name] for name in ("device", "source", "target")), values.link.tolist(), seconds)
+    columns = (*(lists[name] for name in ("device", "source", "target")), values.link.tolist(), durations)
     for i, (device, sender, target, line, seconds) in enumerate(zip(*columns, strict=True)):
         begins = free[device]
         if sender >= 0:

@@ -406,8 +406,10 @@ def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
 
 
 def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
-    """That a device of a plan for any runtime may lack room in PyTorch's pipelining, which has buffers for
-    what it receives in all micro-batches of a step (see `receive_ahead`)."""
+    """Warn if a device lacks room for the buffers of PyTorch's pipelining (`receive_ahead`).
+
+    A plan for a given runtime counts them, so only plans for any runtime are checked.
+    """
     others = assembly.program.splits_backward or not assembly.schedule.synchronous
     if problem.runtime is not None or others:
         return []

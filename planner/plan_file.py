@@ -121,7 +121,7 @@ class PlanShape(Record):
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition that was given, from another tool's file, say; None where that does not say.
+    """A given partition, for example of another tool's file. What the file does not say is None.
 
     `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
     every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a

@@ -101,10 +101,16 @@ def hash_names(names: Sequence[str]) -> str:
 
 
 def check_layers(document: BuiltExport, model: nn.Module, names: Sequence[str] | None) -> nn.Sequential:
-    """`model`. Raises ExportError where it is no nn.Sequential of the layers of the document.
+    """Return `model` if it is an nn.Sequential of the document's layers.
 
-    `names` are those of the model's layers in its profile; None takes those that `pplan.sequential` gave it.
-    An nn.Sequential that knows none is only counted.
+    Args:
+        document: An export.
+        model: The model to check.
+        names: Names of the layers in the profile. None takes those that `pplan.sequential` stored in the
+            model; an nn.Sequential without names is only counted.
+
+    Raises:
+        ExportError: The model is of another type, or has other layers.
     """
     from torch import nn
 
@@ -123,8 +129,10 @@ def check_layers(document: BuiltExport, model: nn.Module, names: Sequence[str] |
 
 
 def check_names(document: BuiltExport, count: int, names: Sequence[str], model: str) -> None:
-    """Raises ExportError where the `count` layers of `model`, called `names` where it knows them, are not
-    those that the document was made for."""
+    """Check that `model` has the layers that the document was made for. Raises ExportError.
+
+    `count`: number of its layers. `names`: of the layers; empty if the model does not know them.
+    """
     if count != document.parts[-1]:
         raise ExportError(
             f"the {document.kind} file is for {document.model} with {document.parts[-1]} layers, "

@@ -111,19 +111,21 @@ def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
 
 
 SECONDS = 1.0
-"""Of the search for each answer, as of `PlanOptions.time_limit`."""
+"""Time limit of the search for each answer, as `PlanOptions.time_limit`."""
 OTHERS_LONGER = 4
-"""Times as long for a problem with schedules whose cuts are searched for their own order of actions."""
+"""Factor on the time limit if the cuts of other schedules than 1F1B and GPipe are searched."""
 MANY = 12
-"""Devices beyond which solving again a score of times would take too long."""
+"""Devices beyond which only plans near the seeds are searched."""
 ROUNDING = 1e-12
-"""By which a varied bandwidth stays inside its range."""
+"""Relative distance of a varied bandwidth from the ends of its range."""
 
 
 def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
-    """The best plan, and what was proven; never slower than a seed that the problem allows. The seeds are
-    scored anew. On many devices only plans with half to twice the stages of a seed, and half to twice the
-    samples of a micro-batch, are searched, and nothing is proven."""
+    """Search for the best plan, which is never slower than a seed that the problem allows.
+
+    The seeds are scored anew. On more than `MANY` devices only plans with half to twice the stages and half
+    to twice the micro-batch size of a seed are searched, and nothing is proven.
+    """
     limited = replace(problem, options=replace(problem.options, time_limit=seconds))
     suited = list(_suited(limited, seeds))
     if problem.usable_gpus > MANY and suited and all(name in SEARCHED for name in problem.schedules):
@@ -136,8 +138,8 @@ def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECO
 
 
 def resolve_fully(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
-    """The same; where nothing is proven of it, and devices are few, no slower than what solving the problem
-    from the beginning finds in as long: the seeds may lie far from it."""
+    """Search as `resolve` does. If that proves nothing and devices are few, solve the problem from the
+    beginning too, as the seeds may lie far from its best plan, and return the faster plan."""
     result = resolve(problem, seeds, seconds)
     if result.exact or problem.usable_gpus > MANY:
         return result
@@ -152,7 +154,7 @@ def resolve_fully(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float 
 
 
 def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
-    """Whether the micro-batches are at most twice as large, or small, as those of a seed."""
+    """Return whether the micro-batches have half to twice the size of a seed's."""
     sizes = [seed.config.micro_batch_size for seed in seeds]
     return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
 
@@ -169,7 +171,7 @@ def search_near(
 
 
 def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
-    """The fastest of those of schedules that are searched, and of the others."""
+    """Return the fastest seed under 1F1B or GPipe, and the fastest under other schedules."""
     proposals = list(seeds)
     linear = [seed for seed in proposals if seed.config.schedule in SEARCHED]
     others = [seed for seed in proposals if seed.config.schedule not in SEARCHED]
@@ -178,7 +180,7 @@ def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
 
 
 def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
-    """The seeds as the problem lets them recompute."""
+    """Yield the seeds with the ways to recompute that the problem allows."""
     for seed in seeds:
         config = seed.config
         modes = problem.modes(config.schedule)
@@ -188,12 +190,12 @@ def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]
 
 
 def with_topology(problem: Problem, topology: Topology) -> Problem:
-    """The same on other devices."""
+    """Return the problem on other devices."""
     return replace(problem, topology=topology)
 
 
 def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
-    """The same devices with links of `factor` times the bandwidth: all, or those between nodes alone."""
+    """Return the devices with `factor` times the bandwidth on all links, or only on those between nodes."""
     varied = _varied_levels(topology, between_nodes)
     levels = list(topology.levels)
     for index in varied:
@@ -217,7 +219,7 @@ def bandwidth_range(topology: Topology, widest: float, *, between_nodes: bool = 
 
 
 def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
-    """Those with other links: all, or those that join nodes."""
+    """List the levels whose links are varied: all, or only those that join nodes."""
     varied, inside = [], 1
     for index, level in enumerate(topology.levels):
         inside = inside * level.size if level.size is not None else topology.gpus
@@ -227,7 +229,7 @@ def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
 
 
 def with_memory(problem: Problem, factor: float | None) -> Problem:
-    """The same with so many times the memory of every device; None: as much as is asked for."""
+    """Return the problem with `factor` times the memory on every device; None removes the limits."""
 
     def more(size: float | None) -> int | None:
         return None if size is None or factor is None else round(size * factor)
