@@ -107,11 +107,11 @@ def parse_yaml(text: str, where: str) -> Options:
     import yaml  # type: ignore[import-untyped,unused-ignore]  # only recipes need it
 
     # libyaml limits how deep lists and maps are nested. PyYAML's own parser takes 30 s for 50 KB of brackets.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, loader)):
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, safe)):
             raise partition_error(where, "its YAML has references (*name)", "Write out what they stand for.")
-        content = yaml.load(text, loader)
+        content = safe(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise partition_error(where, f"it is no YAML: {' '.join(str(error).split())}") from error
     return flatten_options(content) if isinstance(content, Mapping) else {}

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("cli", "cost_models", "planner", "pplan", "profiler", "runtimes")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "pty", "commands"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "torch.hub.load"}
+LOADERS = {"yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader", "yaml.CLoader", "yaml.CFullLoader", "yaml.CUnsafeLoader"}
 """`compile` alone: torch.compile is another, and so is re.compile."""
 SHELLS = {"subprocess.getoutput", "subprocess.getstatusoutput", "asyncio.create_subprocess_shell"}
 
@@ -29,6 +30,9 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
             yield from (own.name for own in node.names if own.name.split(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from [node.module] if node.module and node.module.split(".")[0] in MODULES else []
+        elif isinstance(node, ast.Attribute | ast.Constant):
+            loader = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+            yield from [str(loader)] if loader in LOADERS or f"yaml.{loader}" in LOADERS else []
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             keywords = {own.arg: ast.unparse(own.value) for own in node.keywords}
@@ -61,7 +65,8 @@ def test_what_is_forbidden_is_recognised() -> None:
     code = (
         "import pickle\nfrom dill import loads\neval('1')\nsubprocess.run('ls', shell=True)\n"
         "torch.load('a')\nnp.load('a', allow_pickle=True)\nos.system('ls')\n"
+        "yaml.Loader(a)\ngetattr(yaml, 'CLoader')(a)\n"
     )
-    assert len(list(forbidden(ast.parse(code)))) == 7
-    fine = "torch.compile(m)\nm.eval()\nsubprocess.run(['ls'])\ntorch.load('a', weights_only=True)\n"
+    assert len(list(forbidden(ast.parse(code)))) == 9
+    fine = "torch.compile(m)\nm.eval()\nsubprocess.run(['ls'])\ntorch.load('a', weights_only=True)\nyaml.SafeLoader(a)\n"
     assert list(forbidden(ast.parse(fine))) == []
