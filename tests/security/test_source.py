@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("cli", "cost_models", "planner", "pplan", "profiler", "runtimes")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "pty", "commands"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "torch.hub.load"}
-LOADERS = {"yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader", "yaml.CLoader", "yaml.CFullLoader", "yaml.CUnsafeLoader"}
+LOADERS = {
+    "yaml.Loader",
+    "yaml.FullLoader",
+    "yaml.UnsafeLoader",
+    "yaml.CLoader",
+    "yaml.CFullLoader",
+    "yaml.CUnsafeLoader",
+}
 """`compile` alone: torch.compile is another, and so is re.compile."""
 SHELLS = {"subprocess.getoutput", "subprocess.getstatusoutput", "asyncio.create_subprocess_shell"}
 
