@@ -303,7 +303,7 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        ranks = np.unique(np.array(list(devices), dtype=np.int64))
+        ranks = np.array(sorted(set(devices)), dtype=np.int64)
         if len(ranks):
             self._check(int(ranks[0]), int(ranks[-1]))
         levels = []

@@ -679,13 +679,15 @@ class CompletionBound:
 
 
 def best_prices(lines: Sequence[tuple[float, Floats]], prices: Floats, speed: Floats) -> Floats:
-    """The prices that raise the least of some lines most: a linear programme of HiGHS.
+    """The prices that raise the least of some lines most: with several kinds a linear programme of HiGHS.
 
     Args:
         lines: Value at a price of 0, and slope by kind, of sums that bound a step.
         prices: The prices now; none moves by more than a factor of `MOST_MOVE`.
         speed: Speed by kind: no kind is priced below a slower one, and kinds of one speed cost the same.
     """
+    if len(prices) == 1:
+        return _best_price(lines, float(prices[0]))
     solver = new_solver()
     kinds = [
         solver.addVariable(lb=float(price) / MOST_MOVE, ub=float(price) * MOST_MOVE, obj=0.0)
@@ -709,3 +711,15 @@ def best_prices(lines: Sequence[tuple[float, Floats]], prices: Floats, speed: Fl
     for value in set(speed.tolist()):
         moved[speed == value] = moved[speed == value].max()
     return moved
+
+
+def _best_price(lines: Sequence[tuple[float, Floats]], price: float) -> Floats:
+    """The same for one kind: the least of lines is greatest at an end, or where two of them meet."""
+    values, slopes = np.array([value for value, _ in lines]), np.array([float(own[0]) for _, own in lines])
+    first, second = np.triu_indices(len(lines), 1)
+    meet = slopes[first] != slopes[second]
+    crossings = (values[second] - values[first])[meet] / (slopes[first] - slopes[second])[meet]
+    prices = np.append(crossings, [price / MOST_MOVE, price * MOST_MOVE])
+    prices = prices.clip(price / MOST_MOVE, price * MOST_MOVE)
+    least = (values[:, None] + slopes[:, None] * prices).min(axis=0)
+    return prices[[int(least.argmax())]]

@@ -18,6 +18,7 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.search.bound import MOST_MOVE, best_prices
 from pplan.planner.search.family import Family
 from pplan.planner.search.fill_bound import _FillProgramme
 from pplan.planner.search.least_collectives import all_reduce_pace
@@ -104,3 +105,18 @@ class TestFigures:
         assert choice.least_exposed() == pytest.approx(expected)
         small, large = chain.at(1), chain.at(4)
         assert _smaller(large, small).input_bytes == _smaller(small, large).input_bytes == small.input_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_price_of_one_kind(seed: int) -> None:
+    """No price of a fine grid raises the least line more, nor does the linear programme of several kinds."""
+    rng = np.random.default_rng(seed)
+    lines = [(float(rng.uniform(0, 5)), rng.normal(0, 3, 1)) for _ in range(rng.integers(1, 7))]
+    price = float(rng.uniform(0.1, 3))
+    (best,) = best_prices(lines, np.array([price]), np.ones(1)).tolist()
+    alike = [(value, np.append(slope, 0)) for value, slope in lines]
+    solved, _ = best_prices(alike, np.full(2, price), np.ones(2)).tolist()
+    grid = np.append(np.linspace(price / MOST_MOVE, price * MOST_MOVE, 1001), solved)
+    least = np.min([value + slope[0] * np.append(grid, best) for value, slope in lines], axis=0)
+    assert price / MOST_MOVE <= best <= price * MOST_MOVE
+    assert least[-1] >= least.max() - 1e-9
