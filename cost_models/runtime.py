@@ -70,6 +70,14 @@ class Runtime:
     no_tied: str = "it keeps no copies of a weight on several stages"
     """Why not any."""
 
+    document: str = field(default="", compare=False)
+    """The class of its file, in `pplan.runtimes.documents`."""
+    exporter: str = field(default="", compare=False)
+    """The function that exports a plan to it, in `pplan.runtimes.exports`."""
+    reader: str = field(default="read_parts", compare=False)
+    """The function that reads the stages of its file back, in `pplan.runtimes.imports`."""
+    adapter: str = field(default="", compare=False)
+    """The class by which `pplan check` runs it, in `pplan.runtimes.checking.processes.adapters`."""
     suffix: str = field(default="json", compare=False)
     """Suffix of its file: an export document of pplan, or a text that a trainer takes as it is."""
     module: str = field(default="", compare=False)
@@ -189,6 +197,9 @@ def _one_process_gpipe(name: str) -> Runtime:
         joins_outputs=True,
         no_zero="it has no replicas to spread states over",
         no_tied="it refuses a parameter that two stages share",
+        document=f"{name.capitalize()}Export",
+        exporter="export_pipe",
+        adapter="PipeAdapter",
         module=name,
         builds="model = build({file}, model, example_input)",
     )
@@ -219,6 +230,8 @@ With several stages a device, its schedules.py `_add_unshard_reshard` keeps at m
 _STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
 _MEGATRON = _STATES_ALONE | {
     "first_blocks": True,
+    "exporter": "export_megatron",
+    "reader": "read_layout",
     "suffix": "sh",
     "no_zero": "its distributed optimizer spreads the optimizer's states and master weights (ZeRO-1)",
     "own_optimizer": True,
@@ -227,6 +240,7 @@ _MEGATRON = _STATES_ALONE | {
 }
 _MEGATRON_SCHEDULES = frozenset({"1f1b", "interleaved"})
 _PIPELINING = _STATES_ALONE | {
+    "reader": "read_modules",
     "no_zero": _WHOLE_GRADIENTS,
     "any_order": True,
     "receives_ahead": True,
@@ -262,6 +276,9 @@ RUNTIMES: dict[str, Runtime] = {
             no_zero="its pipeline engine runs ZeRO stage 1 only (runtime/pipe/engine.py asserts it)",
             own_optimizer=True,
             tied="any",
+            document="DeepspeedExport",
+            exporter="export_deepspeed",
+            adapter="DeepspeedAdapter",
             module="deepspeed",
             builds="stage = build({file}, model, loss_fn, example_input)",
             script_imports="DeepspeedExport, build, start",
@@ -283,6 +300,10 @@ RUNTIMES: dict[str, Runtime] = {
             tied="any",
             any_order=True,
             receives_ahead=True,
+            document="TorchExport",
+            exporter="export_torch",
+            reader="read_torch",
+            adapter="TorchAdapter",
             module="torch_pipelining",
             builds="process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
             first_rank="dist.get_rank()",
@@ -295,23 +316,44 @@ RUNTIMES: dict[str, Runtime] = {
             one_process=True,
             trains_every_stage=False,
             no_tied="accelerate keeps the modules that share a parameter on one device",
+            document="HuggingfaceExport",
+            exporter="export_huggingface",
+            reader="read_device_map",
             module="huggingface",
         ),
         _of_transformers(
-            "megatron", _MEGATRON_SCHEDULES, program="pretrain_gpt.py", needs=("", "ARGUMENTS"), **_MEGATRON
+            "megatron",
+            _MEGATRON_SCHEDULES,
+            document="MegatronExport",
+            program="pretrain_gpt.py",
+            needs=("", "ARGUMENTS"),
+            **_MEGATRON,
         ),
         _of_transformers(
-            "megatron-bridge", _MEGATRON_SCHEDULES, needs=("RECIPE.py", "[OVERRIDES]"), **_MEGATRON
+            "megatron-bridge",
+            _MEGATRON_SCHEDULES,
+            document="MegatronBridgeExport",
+            needs=("RECIPE.py", "[OVERRIDES]"),
+            **_MEGATRON,
         ),
         _of_transformers(
             "torchtitan",
             _TORCH,
+            document="TorchtitanExport",
+            exporter="export_torchtitan",
             suffix="sh",
             program="-m torchtitan.train",
             needs=("--module MODULE --config CONFIG", "[OPTIONS]"),
             **_PIPELINING,
         ),
-        _of_transformers("nemo-automodel", _TORCH - {"dualpipe-v"}, suffix="yaml", **_PIPELINING),
+        _of_transformers(
+            "nemo-automodel",
+            _TORCH - {"dualpipe-v"},
+            document="NemoExport",
+            exporter="export_nemo",
+            suffix="yaml",
+            **_PIPELINING,
+        ),
     )
 }
 

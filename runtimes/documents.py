@@ -578,18 +578,7 @@ class NemoExport(TrainerText):
         return comments + str(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=100))
 
 
-KINDS: dict[str, type[ExportDocument]] = {
-    kind.kind: kind
-    for kind in (
-        TorchgpipeExport,
-        FairscaleExport,
-        DeepspeedExport,
-        TorchExport,
-        HuggingfaceExport,
-        MegatronExport,
-        MegatronBridgeExport,
-        TorchtitanExport,
-        NemoExport,
-    )
-}
-"""The class of each runtime's file."""
+def document_class(runtime: str) -> type[ExportDocument]:
+    """The class of a runtime's file."""
+    kind: type[ExportDocument] = globals()[find_runtime(runtime).document]
+    return kind

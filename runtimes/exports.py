@@ -26,7 +26,6 @@ from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_
 from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..planner.plan_file import BUFFER_WARNING, Alternative, Plan
 from .documents import (
-    KINDS,
     DeepspeedExport,
     E,
     ExportDocument,
@@ -37,6 +36,7 @@ from .documents import (
     TorchExport,
     TorchtitanExport,
     count_nodes,
+    document_class,
     hash_layers,
     load_document,
     stage_bounds,
@@ -395,7 +395,7 @@ def export_on(
     UsageError."""
     choice, remark = choose(plan, runtime)
     request = ExportRequest(plan, runtime, choice, remark, device, made_by or MadeBy())
-    document, remarks = EXPORTERS[runtime.name](request)
+    document, remarks = globals()[runtime.exporter](request)
     return document, join_remarks(remark, *remarks)
 
 
@@ -414,7 +414,7 @@ def export_pipe(request: ExportRequest) -> tuple[PipeExport, Remarks]:
         "checkpoint": choice.part_recompute[0],
         "granularity": request.plan.profile.granularity,
     }
-    document = cast(type[PipeExport], KINDS[request.runtime.name])(**request.fields, **arguments)
+    document = cast(type[PipeExport], document_class(request.runtime.name))(**request.fields, **arguments)
     return document, ()
 
 
@@ -604,7 +604,7 @@ def export_megatron(request: ExportRequest) -> tuple[LayoutExport, Remarks]:
         }
     has_flags = bool(request.runtime.program)
     write = _flags if has_flags else _overrides
-    document = cast(type[LayoutExport], KINDS[runtime])(**fields, arguments=write(settings, request))
+    document = cast(type[LayoutExport], document_class(runtime))(**fields, arguments=write(settings, request))
     remarks = [
         ends_remark(model, runtime),
         *_megatron_remarks(model, ends, stages, fields.get("first_blocks"), together, runtime),
@@ -904,17 +904,3 @@ def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str
         [*modules, rotary] if any(name.startswith(blocks) for name in modules) else modules
         for modules in names
     ]
-
-
-EXPORTERS: dict[str, Callable[[ExportRequest], tuple[ExportDocument, Remarks]]] = {
-    "torchgpipe": export_pipe,
-    "fairscale": export_pipe,
-    "deepspeed": export_deepspeed,
-    "torch": export_torch,
-    "huggingface": export_huggingface,
-    "megatron": export_megatron,
-    "megatron-bridge": export_megatron,
-    "torchtitan": export_torchtitan,
-    "nemo-automodel": export_nemo,
-}
-"""The export function of each runtime."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ..cost_models.errors import UsageError, short_repr
 from ..cost_models.quantities import format_count
@@ -21,15 +21,14 @@ from ..cost_models.text_files import detect_kind
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..planner.plan_file import Partition, Recompute
 from .documents import (
-    KINDS,
     DeepspeedExport,
-    ExportDocument,
     HuggingfaceExport,
     LayoutExport,
     NemoExport,
     PipeExport,
     TorchExport,
     TorchtitanExport,
+    document_class,
     hash_names,
 )
 from .trainer_options import (
@@ -720,8 +719,8 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
 
 def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Partition:
     """The partition in a file for `runtime`. Raises FileError."""
-    document: Any = KINDS[runtime].parse(text, where)
-    partition = _stages_of(document, names, where)
+    document: Any = document_class(runtime).parse(text, where)
+    partition: Partition = globals()[RUNTIMES[runtime].reader](document, names, where)
     if partition.ends[-1] != len(names):
         raise partition_error(
             where,
@@ -751,15 +750,31 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
     return check_stages(partition, where)
 
 
-def _stages_of(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
-    """The stages of an export. An order that pplan does not know is known from then on."""
-    if isinstance(document, LayoutExport):
-        return from_layout(document.layout, names, where, {})
-    if isinstance(document, TorchtitanExport | NemoExport):
-        return from_modules(document.module_fqns_per_model_part, names, where, {})
-    if isinstance(document, HuggingfaceExport):
-        return from_device_map(document.device_map, names, where)
-    if isinstance(document, TorchExport) and document.order not in PUBLISHED:
+def read_parts(document: PipeExport | DeepspeedExport, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export that has their bounds."""
+    del names, where
+    return Partition("", tuple(document.parts[1:]))
+
+
+def read_torch(document: TorchExport, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export to torch. An order that pplan does not know is known from then on."""
+    del names, where
+    if document.order not in PUBLISHED:
         order = read_schedule(write_program(document.order, document.program))
         register_order(order, len(document.stages), document.micro_batches, document.virtual_stages)
-    return Partition("", tuple(cast(PipeExport | DeepspeedExport | TorchExport, document).parts[1:]))
+    return Partition("", tuple(document.parts[1:]))
+
+
+def read_layout(document: LayoutExport, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export that has a layout."""
+    return from_layout(document.layout, names, where, {})
+
+
+def read_modules(document: TorchtitanExport | NemoExport, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export that lists their modules."""
+    return from_modules(document.module_fqns_per_model_part, names, where, {})
+
+
+def read_device_map(document: HuggingfaceExport, names: Sequence[str], where: str) -> Partition:
+    """The stages of an export that has a device_map."""
+    return from_device_map(document.device_map, names, where)

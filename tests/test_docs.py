@@ -17,12 +17,11 @@ import pytest
 
 import pplan
 from pplan.cli.app import main
-from pplan.cost_models.runtime import list_runtimes
+from pplan.cost_models.runtime import RUNTIMES, list_runtimes
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.exports import EXPORTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = subprocess.run(
@@ -213,7 +212,7 @@ def test_they_name_every_planner() -> None:
 
 
 def test_they_name_every_runtime() -> None:
-    assert sorted(names_in_table("exporting.md", "# Exports and training")) == sorted(EXPORTERS)
+    assert sorted(names_in_table("exporting.md", "# Exports and training")) == sorted(RUNTIMES)
 
 
 def test_they_name_every_schedule() -> None:

@@ -66,10 +66,6 @@ ADDITIONS = {
     ],
     "runtimes/documents.py": [
         ("class DeepspeedExport(", EXPORT + "class DeepspeedExport("),
-        ("        FairscaleExport,\n", "        FairscaleExport, ToyExport,\n"),
-    ],
-    "runtimes/exports.py": [
-        ('    "torch": export_torch,\n', '    "torch": export_torch, "toy": export_pipe,\n')
     ],
 }
 """By file, what the recipes say to enter: a line and the same with the toy."""

@@ -45,7 +45,8 @@ from ..records import (
     RunSeconds,
     StageSeconds,
 )
-from .adapters import DeepspeedAdapter, PipeAdapter, PipelineAdapter, TorchAdapter
+from . import adapters
+from .adapters import PipelineAdapter
 from .journal import HangWatch, RankJournal, describe_failure
 from .trained_model import TrainingTarget, load_target, plain_losses, vary_samples, without_dropout
 
@@ -54,11 +55,6 @@ LAST_SECONDS = 30
 than the process that hangs itself (see journal.py)."""
 TRIPS = 10
 """Of each transfer."""
-ADAPTERS: dict[str, type[TorchAdapter | DeepspeedAdapter]] = {
-    "torch": TorchAdapter,
-    "deepspeed": DeepspeedAdapter,
-}
-"""By runtime; the others run all stages in one process."""
 
 
 def measure_links(sizes: Sequence[int], group: CheckGroup) -> LinkSeconds:
@@ -315,8 +311,10 @@ def _leave() -> None:
 
 
 def _build_adapter(device: torch.device, case: Case, target: TrainingTarget) -> PipelineAdapter:
-    kind = ADAPTERS.get(case.document.runtime, PipeAdapter)
-    return kind(case, target, device)
+    adapter: PipelineAdapter = getattr(adapters, find_runtime(case.document.runtime).adapter)(
+        case, target, device
+    )
+    return adapter
 
 
 def main(arguments: Sequence[str]) -> int:

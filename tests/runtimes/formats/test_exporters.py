@@ -18,15 +18,16 @@ from pplan.cost_models.runtime import RUNTIMES, find_runtime
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
+from pplan.runtimes import documents, exports, imports
+from pplan.runtimes.checking.processes import adapters
 from pplan.runtimes.documents import (
-    KINDS,
     DeepspeedExport,
     ExportDocument,
     FairscaleExport,
     PipeExport,
     TorchgpipeExport,
 )
-from pplan.runtimes.exports import EXPORTERS, export
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
@@ -39,12 +40,13 @@ def content(document: ExportDocument) -> dict[str, Any]:
     return parsed
 
 
-def test_every_runtime_has_an_exporter() -> None:
-    assert list(EXPORTERS) == list(RUNTIMES)
-
-
-def test_what_is_exported_can_be_read_back() -> None:
-    assert set(KINDS) == set(RUNTIMES)
+def test_every_runtime_has_a_document_an_export_and_an_import() -> None:
+    for row in RUNTIMES.values():
+        assert getattr(documents, row.document).kind == row.name
+        assert callable(getattr(exports, row.exporter))
+        assert callable(getattr(imports, row.reader))
+        assert bool(row.adapter) == bool(row.builds)
+        assert not row.adapter or issubclass(getattr(adapters, row.adapter), adapters.PipelineAdapter)
 
 
 def test_unknown_runtime_names_the_known_ones(make_plan: MakePlan) -> None:

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, UsageError
+from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.transformer.pipeline_layout import layout_problems
 from pplan.planner.plan_file import Partition, Plan
 from pplan.runtimes.documents import TrainerText
-from pplan.runtimes.exports import EXPORTERS, export
+from pplan.runtimes.exports import export
 from pplan.runtimes.imports import read_partition, split_layout, with_virtual_stages
 
 MakePlan = Callable[..., Plan]
@@ -312,7 +313,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_runtime_comes_round() -> None:
-    assert {runtime for runtime, _ in PLANS} == set(EXPORTERS)
+    assert {runtime for runtime, _ in PLANS} == set(RUNTIMES)
 
 
 @pytest.mark.parametrize(("runtime", "keys"), PLANS)
