@@ -86,7 +86,7 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     try:
         check = check_plan(files.plan, files.profile, folder, files.plan_file.name, options, run)
     except Exception as error:
-        if not (is_first or _is_of_this_process(error)):
+        if not (is_first or getattr(error, "reports", False)):
             raise typer.Exit(2) from None
         raise
     if check is None:
@@ -96,15 +96,6 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
     origin = made_by(MadeBy(), command=command_line(), measured=files.profile.made_by)
     return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())})
-
-
-def _is_of_this_process(error: Exception) -> bool:
-    """Return whether this process reports the error for the first one.
-
-    It failed itself, or lost another process and reports for its node.
-    """
-    kind = type(error).__name__
-    return kind == "RankFailedError" or (kind == "LostRankError" and getattr(error, "tells", False))
 
 
 def _announce_length(job: Job) -> None:

@@ -15,15 +15,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ....cost_models.errors import PplanError
 from ....cost_models.text_files import escape_text
 from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
-from ..deaths import LOST, PARENT, end_with
-from ..launching import STARTING_SECONDS
+from ..launching import LOST, STARTING_SECONDS
 from ..records import CasePrediction
 
 
@@ -41,11 +41,6 @@ class RankJournal:
         """The last action, as messages name it."""
         return f"while {self.doing}" if self.doing else "before it began"
 
-    def listen(self) -> None:
-        """End this process with the one that started it."""
-        if self.folder is not None:
-            end_with(json.loads((self.folder / PARENT).read_text()))
-
     def begin(self, doing: str) -> None:
         """Says what is being done."""
         self.doing, self.since = doing, time.monotonic()
@@ -62,9 +57,9 @@ class RankJournal:
         self.write(f"{self._predictions}.predicted", content)
         self._predictions += 1
 
-    def write_failure(self, error: BaseException) -> None:
+    def write_failure(self, failure: Failure) -> None:
         """Why this process ends."""
-        self.write(f"{self.rank}.failed", describe_failure(error) | {"time": time.time()})
+        self.write(f"{self.rank}.failed", failure | {"time": time.time()})
 
     def write(self, name: str, content: Any) -> None:
         """Writes a file whole, or not at all."""
@@ -75,21 +70,23 @@ class RankJournal:
         temporary.replace(self.folder / name)
 
 
-def describe_failure(error: BaseException) -> dict[str, Any]:
-    """An error in words. `lost`: its cause is another process."""
+Failure = dict[str, Any]
+"""An error in words: `what`, `hint`, and `lost`, where its cause is another process."""
+
+
+def describe_failure(error: BaseException) -> Failure:
+    """An error in words."""
     while error.__cause__ is not None and re.match(r"\s*\[Stage \d+\] failed to run", str(error)):
         error = error.__cause__  # torch.distributed.pipelining says it in a page
     if isinstance(error, PplanError):
         return {"what": error.what, "hint": error.hint, "lost": False}
+    what, hint = first_line(error), ""
     if is_out_of_memory(error):
-        return {
-            "what": f"does not fit in memory: {first_line(error)}",
-            "hint": "Plan with less `memory_bytes` a device, or with recompute='always'.",
-            "lost": False,
-        }
-    message = first_line(error)
+        what = f"does not fit in memory: {what}"
+        hint = "Plan with less `memory_bytes` a device, or with recompute='always'."
+        return {"what": what, "hint": hint, "lost": False}
     is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
-    return {"what": f"{message}{at_user_line(error)}", "hint": "", "lost": is_lost}
+    return {"what": f"{what}{at_user_line(error)}", "hint": hint, "lost": is_lost}
 
 
 STATUS = 2
@@ -97,46 +94,36 @@ STATUS = 2
 POLL_SECONDS = 0.5
 
 
-class HangWatch:
-    """While it is entered, a thread that ends the process as soon as it has begun nothing anew for `seconds`
-    and does not wait for another process.
+@contextmanager
+def hang_watch(journal: RankJournal, seconds: float) -> Iterator[None]:
+    """Inside, a thread ends the process as soon as it has begun nothing anew for `seconds` and does not wait
+    for another process.
 
     A process that waits for its GPU is left alone: what that waits for may be another process.
     """
+    over = threading.Event()
 
-    def __init__(self, journal: RankJournal, seconds: float) -> None:
-        self._journal, self._seconds = journal, seconds
-        self._over = threading.Event()
-
-    def __enter__(self) -> None:
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-
-    def watch(self) -> None:
-        """Runs in a thread of its own, beside the one that computes."""
-        while not self._over.wait(min(POLL_SECONDS, self._seconds / 4)):
-            least = 0.0 if self._journal.doing else STARTING_SECONDS
-            if time.monotonic() - self._journal.since <= max(self._seconds, least):
-                continue
-            frames = _frames()
+    def watch() -> None:
+        while not over.wait(min(POLL_SECONDS, seconds / 4)):
+            least = 0.0 if journal.doing else STARTING_SECONDS
+            frames = _frames() if time.monotonic() - journal.since > max(seconds, least) else []
             if frames and not _waits_for_others(frames):
-                self._end(f"It stands at {frames[0]}.")
+                _end(journal, seconds, f"It stands at {frames[0]}.")
 
-    def _end(self, hint: str) -> None:
-        """Ends the process, whatever its main thread is in, with two lines as of any other error."""
-        journal = self._journal
-        what = (
-            f"check: rank {journal.rank} hangs {journal.while_doing}: nothing went on for {self._seconds:g} s"
-        )
-        failure = {"what": what, "hint": hint, "lost": False, "time": time.time()}
-        journal.write(f"{journal.rank}.failed", failure)
-        for line in (f"pplan: {what}", f"  {hint}"):
-            print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
-        os._exit(STATUS)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _end(journal: RankJournal, seconds: float, hint: str) -> None:
+    """Ends the process, whatever its main thread is in, with two lines as of any other error."""
+    what = f"check: rank {journal.rank} hangs {journal.while_doing}: nothing went on for {seconds:g} s"
+    journal.write_failure({"what": what, "hint": hint, "lost": False})
+    for line in (f"pplan: {what}", f"  {hint}"):
+        print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
+    os._exit(STATUS)
 
 
 IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"

@@ -32,6 +32,7 @@ from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import start as start_deepspeed
 from ...documents import DeepspeedExport
+from ..launching import end_with_parent
 from ..prediction import count_recomputed, fit_corrections, predict_seconds
 from ..records import (
     Case,
@@ -47,7 +48,7 @@ from ..records import (
 )
 from . import adapters
 from .adapters import PipelineAdapter
-from .journal import HangWatch, RankJournal, describe_failure
+from .journal import RankJournal, describe_failure, hang_watch
 from .trained_model import TrainingTarget, load_target, plain_losses, vary_samples, without_dropout
 
 LAST_SECONDS = 30
@@ -323,13 +324,13 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     process = read_torchrun_env(os.environ, "check", at_least=1)
     journal = RankJournal(folder, process.rank)
-    journal.listen()
+    end_with_parent(folder)
     job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])
     try:
-        with HangWatch(journal, job.timeout_seconds):
+        with hang_watch(journal, job.timeout_seconds):
             measurements = run_job(job, process, journal)
     except BaseException as error:
-        journal.write_failure(error)
+        journal.write_failure(describe_failure(error))
         # Taking NCCL or gloo down would wait for the others.
         sys.stderr.flush()
         os._exit(1)
@@ -346,34 +347,28 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
     """Runs the job as a process of torchrun: returns the measurements in the first process, None in the
     others.
 
-    Raises RankFailedError in the process that fails, LostRankError in those that lose it.
+    Raises RankError in the process that fails and in those that lose it.
     """
     journal = RankJournal(None, process.rank)
     try:
-        with HangWatch(journal, job.timeout_seconds):
+        with hang_watch(journal, job.timeout_seconds):
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
-        hint = failure["hint"] or _hint(failure)
-        if not failure["lost"]:
-            raise RankFailedError(
-                f"check: rank {process.rank} {journal.while_doing}: {failure['what']}", hint
-            ) from error
-        what = f"check: rank {process.rank} lost another {journal.while_doing}: {failure['what']}"
-        raise LostRankError(what, hint, tells=process.local_rank == 0) from error
+        lost = "lost another " if failure["lost"] else ""
+        raise RankError(
+            f"check: rank {process.rank} {lost}{journal.while_doing}: {failure['what']}",
+            failure["hint"] or _hint(failure),
+            reports=process.local_rank == 0 or not lost,
+        ) from error
 
 
-class RankFailedError(MachineError):
-    """This process failed."""
+class RankError(MachineError):
+    """This process failed, or lost another, which torchrun names. `reports`: it reports that for its node."""
 
-
-class LostRankError(MachineError):
-    """Another process has gone, or does not answer: torchrun says which. `tells`: this one speaks for its
-    node."""
-
-    def __init__(self, what: str, hint: str, *, tells: bool) -> None:
+    def __init__(self, what: str, hint: str, *, reports: bool) -> None:
         super().__init__(what, hint)
-        self.tells = tells
+        self.reports = reports
 
 
 def _hint(failure: Mapping[str, object]) -> str:

@@ -19,8 +19,12 @@ import pytest
 
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
-from pplan.runtimes.checking.deaths import Death, find_death
-from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.launching import (
+    Death,
+    ProgressCallbacks,
+    describe_death,
+    run_in_processes,
+)
 from pplan.runtimes.checking.records import Case, Job, ModelSpec, StageSeconds
 
 MakeCase = Callable[..., Case]
@@ -117,7 +121,7 @@ PRETENDING = """
     import json, os, signal, sys, time
     from pathlib import Path
 
-    from pplan.runtimes.checking.deaths import PARENT, end_with
+    from pplan.runtimes.checking.launching import end_with_parent
 
     folder, how, number = Path(sys.argv[1]), {how!r}, int(os.environ["RANK"])
 
@@ -125,7 +129,7 @@ PRETENDING = """
         (folder / f".{{number}}").write_text(json.dumps(content))
         (folder / f".{{number}}").replace(folder / name)
 
-    end_with(json.loads((folder / PARENT).read_text()))
+    end_with_parent(folder)
     write(f"{{number}}.doing", {{"doing": "step 1 (plan)", "steps_done": 2}})
     while how == "fails" and number == 1 and not (folder / "0.failed").exists():
         time.sleep(0.01)  # the one that lost it is the first to say so
@@ -209,7 +213,7 @@ def test_the_one_that_fails_speaks_and_not_those_that_lost_it(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-def test_a_check_that_is_killed_leaves_no_process(
+def test_a_check_that_is_killed_leaves_no_process_and_no_file(
     make_case: MakeCase, tmp_path: Path, forked_python: Callable[..., Any]
 ) -> None:
     (tmp_path / "pretending.py").write_text(dedent(PRETENDING.format(how="hangs")))
@@ -227,6 +231,7 @@ def test_a_check_that_is_killed_leaves_no_process(
 
         def note(workers, *_):
             Path("pids.json").write_text(json.dumps([worker.pid for worker in workers.values()]))
+            Path("folder.txt").write_text(str(_[0]))
             return watch(workers, *_)
 
         watch, launching._watch = launching._watch, note
@@ -240,6 +245,7 @@ def test_a_check_that_is_killed_leaves_no_process(
     pids = json.loads((tmp_path / "pids.json").read_text())
     assert len(pids) == 2
     assert all(map(gone, pids))
+    assert not Path((tmp_path / "folder.txt").read_text()).exists()
 
 
 def test_an_interruption_leaves_nothing_behind(
@@ -395,8 +401,7 @@ def test_a_cause_that_nobody_knows(dying: Callable[..., MachineError]) -> None:
 )
 def test_several_that_died(tmp_path: Path, deaths: list[Death], what: str, hint: str) -> None:
     """A process aborts because of another; the kernel kills it of its own accord."""
-    error = find_death(tmp_path, deaths)
-    assert error is not None
+    error = describe_death(tmp_path, deaths)
     assert error.what == f"check: {what}"
     assert error.hint.endswith(hint)
 
@@ -404,6 +409,5 @@ def test_several_that_died(tmp_path: Path, deaths: list[Death], what: str, hint:
 def test_an_error_in_unknown_words_does_not_hide_a_death(tmp_path: Path) -> None:
     failure = {"what": "RuntimeError: the peer left", "hint": "", "lost": False, "time": 1.0}
     (tmp_path / "0.failed").write_text(json.dumps(failure))
-    error = find_death(tmp_path, [Death(0, 1, 1.1), Death(1, -9, 1.2)])
-    assert error is not None
+    error = describe_death(tmp_path, [Death(0, 1, 1.1), Death(1, -9, 1.2)])
     assert error.what == "check: rank 1 died before it began: killed by SIGKILL (signal 9)"
