@@ -41,6 +41,7 @@ from .stage import (
     InputForm,
     StageShapes,
     add_zero_gradients,
+    as_tuple,
     attach_all,
     pack_tensor,
     trace_shapes,
@@ -287,7 +288,7 @@ class StageInputHook:
     overwritten: tuple[bool, ...] | None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG002
-        tensors = _as_tuple(inputs[0])
+        tensors = as_tuple(inputs[0])
         if self.packed is not None:
             tensors = _unpack_all(tensors, self.packed)
         which = (True,) * len(tensors) if self.overwritten is None else self.overwritten
@@ -312,7 +313,7 @@ class StageOutputHook:
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         if self.is_output:
             return _collect_tensors(output)
-        packed = attach_all([pack_tensor(tensor) for tensor in _as_tuple(output)], always=True)
+        packed = attach_all([pack_tensor(tensor) for tensor in as_tuple(output)], always=True)
         return packed[0] if isinstance(output, Tensor) else tuple(packed)
 
 
@@ -397,10 +398,6 @@ def _copy_with_own_hooks(layer: nn.Module) -> nn.Module:
 
 def _is_packed(about: Crossings | None, *, always: bool) -> bool:
     return about is not None and (always or not all(crossing.has_gradient for crossing in about))
-
-
-def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (tensors,) if isinstance(tensors, Tensor) else tensors
 
 
 def _collect_tensors(output: Any) -> Any:

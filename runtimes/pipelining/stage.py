@@ -93,6 +93,11 @@ def as_layer_input(tensors: Sequence[Tensor], crossings: Sequence[CutTensor] | N
     return tensors[0] if len(tensors) == 1 and not in_tuple else tuple(tensors)
 
 
+def as_tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A tensor, or several, as a tuple."""
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
 def pack_tensor(tensor: Tensor) -> Tensor:
     """The tensor as it crosses the cut: itself, or its bits in floating point; contiguous."""
     if tensor.is_floating_point() or tensor.is_complex():
@@ -562,7 +567,7 @@ class StageModule(nn.Module):
         if self._structure is None:
             return output
         spec, leaves = self._structure
-        tensors = iter((output,) if isinstance(output, Tensor) else output)
+        tensors = iter(as_tuple(output))
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
     def receive(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -589,7 +594,7 @@ class StageModule(nn.Module):
             self._structure = None if isinstance(output, Tensor) else (spec, markers)
         else:
             in_tuple = not isinstance(output, Tensor) and len(output) == 1
-            outputs = (output,) if isinstance(output, Tensor) else output
+            outputs = as_tuple(output)
             self.output_tensors = tuple(CutTensor.of(tensor, in_tuple=in_tuple) for tensor in outputs)
             tensors = attach_all([pack_tensor(tensor) for tensor in outputs])
             self._check_outputs(tensors)
@@ -761,8 +766,7 @@ def _trace_stages(
         stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
         if splits_backward and number:
             _check_parts(stage, inputs, number)
-        outputs = stage(*inputs)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        outputs = as_tuple(stage(*inputs))
         frozen = splits_backward and not any(tensor.requires_grad for tensor in outputs)
         leaves = tuple(_leaf(tensor, always=frozen) for tensor in outputs)
         yield StageShapes(inputs, leaves, crossings)
@@ -777,9 +781,7 @@ def _check_parts(stage: StageModule, inputs: tuple[Tensor, ...], number: int) ->
     it groups weights by the operations at which their ways meet, and overlooks that a weight with ways to
     several of them makes these one group (torch 2.14)."""
     input_part, weight_part = backward_parts()
-    outputs = stage(*inputs)
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    starts = [tensor for tensor in outputs if tensor.requires_grad]
+    starts = [tensor for tensor in as_tuple(stage(*inputs)) if tensor.requires_grad]
     try:
         _, groups = input_part(starts, list(map(torch.empty_like, starts)), list(inputs), stage.parameters())
         weight_part(stage.parameters(), groups)

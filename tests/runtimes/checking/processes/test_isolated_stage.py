@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.runtimes.checking.processes.stage_times import kept_buffers, measure_isolated, stage_inputs
+from pplan.runtimes.checking.processes.adapters import kept_buffers, measure_isolated, stage_inputs
 
 
 class Smoothed(nn.Module):

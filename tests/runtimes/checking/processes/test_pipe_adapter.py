@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
-from pplan.runtimes.checking.processes import stage_times as action_stamps
+from pplan.runtimes.checking.processes import adapters as action_stamps
+from pplan.runtimes.checking.processes.adapters import PartitionStamps
 from pplan.runtimes.checking.processes.journal import RankJournal
-from pplan.runtimes.checking.processes.stage_times import PartitionStamps
 from pplan.runtimes.checking.processes.worker import CaseRun, CheckGroup
 from pplan.runtimes.checking.records import Case, Job, ModelSpec
 
