@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
 from .documents import DeepspeedExport, missing_package
-from .exports import resolve_document
+from .exports import load_document
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def build(
     from .pipelining.runtime_internals import partitioned_module
     from .pipelining.stage import warn_of_second_runs
 
-    document = resolve_document(source, DeepspeedExport)
+    document = load_document(source, DeepspeedExport)
     example = None if example_input is None else ModelInput.of(example_input)
     layers = match_layers(document, model, example, layer_names)
     if document.config.get("pipeline", {}).get("activation_checkpoint_interval"):

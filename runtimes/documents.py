@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -26,7 +26,7 @@ from ..cost_models.document import (
     MiniBatch,
     StepSeconds,
 )
-from ..cost_models.errors import ExportError, FileError, MachineError, UsageError
+from ..cost_models.errors import ExportError, FileError, MachineError
 from ..cost_models.memory import count_first_layers
 from ..cost_models.program import Program
 from ..cost_models.quantities import format_count, format_seconds
@@ -73,21 +73,6 @@ class ExportDocument(Document):
                 f"micro_batch_size {self.micro_batch_size} is not shared evenly by {replicas} replicas"
             )
         return self
-
-
-E = TypeVar("E", bound=ExportDocument)
-
-
-def load_document(source: E | str | Path, kind: type[E]) -> E:
-    """`source` itself, or the document of class `kind` in the file it names. Raises UsageError, FileError."""
-    if isinstance(source, str | Path):
-        return kind.load(source)
-    if not isinstance(source, kind):
-        raise UsageError(
-            f"source is of type {type(source).__name__}, {kind.kind} takes a {kind.__name__} or a path",
-            f'Give a plan, what pplan.export("{kind.kind}", plan) returns, or the path of its file.',
-        )
-    return source
 
 
 def hash_layers(plan: Plan) -> str:
@@ -359,7 +344,7 @@ class TorchExport(ExportDocument):
         return "\n".join(self.actions) + "\n"
 
 
-BuiltExport = PipeExport | DeepspeedExport | TorchExport
+BuiltExport = TorchExport | TorchgpipeExport | FairscaleExport | DeepspeedExport
 """What pplan builds stages by."""
 
 

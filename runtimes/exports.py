@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, UsageError
@@ -27,7 +27,6 @@ from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..planner.plan_file import BUFFER_WARNING, Alternative, Plan
 from .documents import (
     DeepspeedExport,
-    E,
     ExportDocument,
     HuggingfaceExport,
     LayoutExport,
@@ -38,7 +37,6 @@ from .documents import (
     count_nodes,
     document_class,
     hash_layers,
-    load_document,
     stage_bounds,
 )
 from .torch_actions import OWN_ORDER, action_rows, build_program, device_stages, schedule_class
@@ -327,17 +325,27 @@ def default_device(plan: Plan) -> str:
     return "cpu" if plan.device_kind == "CPU" else "cuda"
 
 
-def resolve_document(source: Plan | E | str | Path, kind: type[E]) -> E:
-    """The export of a plan, with a UserWarning where that is not the plan itself; else as `load_document`.
+E = TypeVar("E", bound=ExportDocument)
 
-    Raises UsageError, FileError, ExportError.
+
+def load_document(source: Plan | E | str | Path, kind: type[E]) -> E:
+    """The document of class `kind`: `source` itself, the one in the file it names, or the export of a plan.
+
+    Where that is not the plan itself, a UserWarning tells. Raises UsageError, FileError, ExportError.
     """
-    if not isinstance(source, Plan):
-        return load_document(source, kind)
-    document, remark = export(kind.kind, source)
-    if remark:
-        warnings.warn(remark, UserWarning, stacklevel=3)
-    return load_document(cast(E, document), kind)
+    if isinstance(source, str | Path):
+        return kind.load(source)
+    document: object = source
+    if isinstance(source, Plan):
+        document, remark = export(kind.kind, source)
+        if remark:
+            warnings.warn(remark, UserWarning, stacklevel=3)
+    if not isinstance(document, kind):
+        raise UsageError(
+            f"source is of type {type(source).__name__}, {kind.kind} takes a {kind.__name__} or a path",
+            f'Give a plan, what pplan.export("{kind.kind}", plan) returns, or the path of its file.',
+        )
+    return document
 
 
 def export(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
 from .documents import FairscaleExport, missing_package
-from .exports import resolve_document
+from .exports import load_document
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def build(
     """
     from .pipelining.plan_layers import prepare_pipe
 
-    document = resolve_document(source, FairscaleExport)
+    document = load_document(source, FairscaleExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from fairscale.nn import Pipe

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cost_models.errors import ExportError
-from .documents import HuggingfaceExport, load_document
+from ..planner.plan_file import Plan
+from .documents import HuggingfaceExport
+from .exports import load_document
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["HuggingfaceExport", "device_map"]
 
 
-def device_map(source: HuggingfaceExport | str | Path, model: nn.Module) -> dict[str, int | str]:
-    """The map of the file, completed for `model`, which may be on the meta device.
+def device_map(source: Plan | HuggingfaceExport | str | Path, model: nn.Module) -> dict[str, int | str]:
+    """The map of a plan, its export or that one's file, for `model`, which may be on the meta device.
 
     A profile calls a layer by its first module: those beside it (GPT-2's position embedding), and what the
     layers share (T5's embedding), are put on the first device. Raises UsageError, FileError; ExportError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..cost_models.errors import ExportError, UsageError
 from ..planner.plan_file import Plan
 from .documents import TorchExport, check_names
-from .exports import resolve_document
+from .exports import load_document
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def build(
     """
     from .pipelining.process import build_process
 
-    document = resolve_document(source, TorchExport)
+    document = load_document(source, TorchExport)
     replication = replicate or ("fsdp" if document.zero else "ddp")
     if document.zero and replication != "fsdp":
         raise UsageError(
@@ -102,7 +102,7 @@ def split_spec(
 
     from ..profiler.chain.layers import build_chain
 
-    document = resolve_document(source, TorchExport)
+    document = load_document(source, TorchExport)
     chain = build_chain(model, example_input, granularity=document.granularity, verify=True)
     names = [layer.name for layer in chain.layers]
     check_names(document, len(names), names, chain.model_name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
 from .documents import TorchgpipeExport, missing_package
-from .exports import resolve_document
+from .exports import load_document
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def build(
     """
     from .pipelining.plan_layers import prepare_pipe
 
-    document = resolve_document(source, TorchgpipeExport)
+    document = load_document(source, TorchgpipeExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from torchgpipe import GPipe

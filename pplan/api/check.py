@@ -40,7 +40,6 @@ from ..runtimes.checking.records import (
     Check,
     CheckedCase,
     CheckedDevice,
-    CheckedDocument,
     CheckedStage,
     CheckMeasurements,
     Corrections,
@@ -54,7 +53,7 @@ from ..runtimes.checking.records import (
     StageWaits,
     WeightSum,
 )
-from ..runtimes.documents import TorchExport
+from ..runtimes.documents import BuiltExport, TorchExport
 from ..runtimes.exports import INSTEAD, choose, export_on
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
@@ -446,7 +445,7 @@ class PlanInputs:
                 document = document.model_copy(update=alone)
         case = Case(
             name=name,
-            document=cast(CheckedDocument, document),
+            document=cast(BuiltExport, document),
             links=cut_links(costs, len(plan.stages) - 1),
             crossing_bytes=crossing,
             all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),

@@ -28,10 +28,9 @@ from ...cost_models.document import (
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
 from ...cost_models.runtime import find_runtime
 from ...cost_models.step_costs import Costs
-from ..documents import DeepspeedExport, FairscaleExport, TorchExport, TorchgpipeExport
+from ..documents import BuiltExport, TorchExport
 
 Device = Literal["cpu", "cuda"]
-CheckedDocument = TorchExport | TorchgpipeExport | FairscaleExport | DeepspeedExport
 
 
 class ModelSpec(Record):
@@ -140,7 +139,7 @@ class Case(Record):
     """
 
     name: str
-    document: Annotated[CheckedDocument, Field(discriminator="runtime")]
+    document: Annotated[BuiltExport, Field(discriminator="runtime")]
     links: list[CutLink]
     crossing_bytes: list[int] = []
     all_reduce: list[list[float]] | None = None

@@ -24,6 +24,7 @@ from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import load_loss
 from ...documents import hash_names
+from ...pipelining.stage import add_zero_gradients
 from ..records import Case, ModelSpec, StageSeconds, StageWaits
 
 LEARNING_RATE = 1e-3
@@ -211,38 +212,20 @@ class EmulatedStage(nn.Module):
         if waits:
             self.sleep(self.seconds.forward)
         # The first stage's input needs no gradient, but the layers behind its first one have one.
-        anchor = None if tensor.requires_grad else self.weight
-        waiting = _WaitForInput.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
-        weight = _WaitForWeight.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
-        output: Tensor = waiting + weight
-        return output
+        waits_for = tensor if tensor.requires_grad else self.weight
+        input_part = _Wait.apply(waits_for, input_wait if waits else 0.0, self.sleep)
+        weight_part: Tensor = _Wait.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
+        zeros = tensor.new_zeros((len(tensor), self.elements))
+        return add_zero_gradients(zeros, (input_part,)) + weight_part
 
 
-class _WaitForInput(torch.autograd.Function):
-    """Returns another tensor of as many samples; its backward waits as long as the input's gradient takes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, anchor: Tensor | None, elements: int, seconds: float, sleep: Sleep
-    ) -> Tensor:
-        ctx.seconds, ctx.sleep, ctx.shape, ctx.anchored = seconds, sleep, tensor.shape, anchor is not None
-        return tensor.new_zeros((len(tensor), elements))
+class _Wait(torch.autograd.Function):
+    """Returns the tensor; its backward waits as long as the gradient of it takes."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.seconds:
-            ctx.sleep(ctx.seconds)
-        input_gradient = gradient.new_zeros(ctx.shape) if ctx.needs_input_grad[0] else None
-        return input_gradient, gradient.new_zeros(()) if ctx.anchored else None, None, None, None
-
-
-class _WaitForWeight(torch.autograd.Function):
-    """Returns the weight; its backward waits as long as the gradient of the stage's weights takes."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float, sleep: Sleep) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, seconds: float, sleep: Sleep) -> Tensor:
         ctx.seconds, ctx.sleep = seconds, sleep
-        return weight.clone()
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
