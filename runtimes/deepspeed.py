@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
-from .documents import DeepspeedExport, missing_package
+from .documents import DeepspeedExport, import_package
 from .exports import load_document
 
 if TYPE_CHECKING:
@@ -53,10 +52,7 @@ def start(device: str, timeout: timedelta | None = None) -> ModuleType:
             "Start one process for each device: torchrun --nproc-per-node N SCRIPT",
         )
     os.environ["DS_ACCELERATOR"] = device
-    try:
-        deepspeed = import_module("deepspeed")
-    except ImportError as error:
-        raise missing_package("deepspeed", error) from error
+    deepspeed: ModuleType = import_package("deepspeed", "deepspeed")
     if device == "cpu":
         from .pipelining.runtime_internals import without_compiled_operations
 
@@ -94,6 +90,9 @@ def build(
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before `start` (or
     `deepspeed.init_distributed()`) or with another number of processes.
     """
+    import torch.distributed
+    from torch import nn
+
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.plan_layers import (
         check_equal_buffers,
@@ -113,13 +112,7 @@ def build(
         warn_of_second_runs(layers, "deepspeed")
     tied = find_tied_weights(layers, document.parts)
     _check_parameters(document, layers, tied)
-    try:
-        import deepspeed
-        import torch.distributed
-        from deepspeed.pipe import PipelineModule
-        from torch import nn
-    except ImportError as error:
-        raise missing_package("deepspeed", error) from error
+    deepspeed, pipe = (import_package("deepspeed", name) for name in ("deepspeed", "deepspeed.pipe"))
     hint = "Call pplan.runtimes.deepspeed.start(device) or deepspeed.init_distributed() first, in a script "
     count_sharers(document.num_stages, document.replicas, hint=f"{hint}started with torchrun.")
     check_equal_buffers(layers)
@@ -129,8 +122,9 @@ def build(
     layers = nn.Sequential(*layers[:first], *stage_layers.layers, *layers[end:])
     safe = guard_cuts(layers, document.parts, example, document.replica_samples, packs_all=True)
     tied_modules = partial(_tied_modules, document=document, tied=tied, own=stage_layers)
-    kind = partitioned_module(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
-    return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
+    kind = partitioned_module(pipe.PipelineModule, document.parts, deepspeed.__version__, tied_modules)
+    module: PipelineModule = kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
+    return module
 
 
 def _tied_modules(

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -133,11 +134,14 @@ def check_names(document: BuiltExport, count: int, names: Sequence[str], model: 
         )
 
 
-def missing_package(runtime: str, error: ImportError) -> MachineError:
-    """The error for a runtime whose package cannot be imported."""
-    return MachineError(
-        f"{runtime} cannot be imported: {error}", f'Install it: pip install "pplan[{runtime}]"'
-    )
+def import_package(runtime: str, module: str) -> Any:
+    """Import a module of a runtime's package. Raises MachineError where it cannot be imported."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MachineError(
+            f"{runtime} cannot be imported: {error}", f'Install it: pip install "pplan[{runtime}]"'
+        ) from error
 
 
 def stage_bounds(balance: Sequence[int]) -> list[int]:

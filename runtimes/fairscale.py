@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .documents import FairscaleExport, missing_package
+from .documents import FairscaleExport, import_package
 from .exports import load_document
 
 if TYPE_CHECKING:
@@ -50,11 +50,9 @@ def build(
 
     document = load_document(source, FairscaleExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
-    try:
-        from fairscale.nn import Pipe
-    except ImportError as error:
-        raise missing_package("fairscale", error) from error
+    kind = import_package("fairscale", "fairscale.nn").Pipe
     with warnings.catch_warnings():
         # It points to a module that PyTorch has removed since.
         warnings.filterwarnings("ignore", "fairscale.nn.Pipe has been upstreamed", DeprecationWarning)
-        return Pipe(layers, **arguments)
+        pipe: Pipe = kind(layers, **arguments)
+    return pipe

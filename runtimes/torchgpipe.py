@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .documents import TorchgpipeExport, missing_package
+from .documents import TorchgpipeExport, import_package
 from .exports import load_document
 
 if TYPE_CHECKING:
@@ -48,8 +48,5 @@ def build(
 
     document = load_document(source, TorchgpipeExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
-    try:
-        from torchgpipe import GPipe
-    except ImportError as error:
-        raise missing_package("torchgpipe", error) from error
-    return GPipe(layers, **arguments)
+    pipe: GPipe = import_package("torchgpipe", "torchgpipe").GPipe(layers, **arguments)
+    return pipe
