@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import CheckOptions
+from ..cost_models.quantities import format_seconds, percent
 from .compare_command import DIFFERENCE, share
 from .output import PlanFile, ProfileFile
 from .streams import console, format_clock, remark, result, waiting
@@ -102,8 +103,6 @@ def _announce_length(job: Job) -> None:
     """Of a check that takes some minutes: how many."""
     seconds = job.total_steps * job.step_seconds
     if seconds > LONG_SECONDS:
-        from ..cost_models.quantities import format_seconds
-
         remark(
             f"Runs {job.total_steps} steps of about {format_seconds(job.step_seconds)}, the plain model's "
             f"among them: about {format_clock(seconds)}; a plan of a smaller `mini_batch` is checked sooner"
@@ -112,8 +111,6 @@ def _announce_length(job: Job) -> None:
 
 def _announce(name: str, prediction: CasePrediction) -> None:
     """Prints a case's prediction before the case runs."""
-    from ..cost_models.quantities import format_seconds
-
     calibrated_seconds = prediction.calibrated_step_seconds
     calibrated_text = (
         "" if calibrated_seconds is None else f", calibrated {format_seconds(calibrated_seconds)}"
@@ -154,8 +151,6 @@ def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> bool:
     if isinstance(new_plan, str):
         remark(f"Solved again: {new_plan}")
         return True
-    from ..cost_models.quantities import format_seconds
-
     plan, step = files.plan, format_seconds(new_plan.prediction.step_seconds)
     same = (new_plan.balance, new_plan.schedule, new_plan.micro_batches, new_plan.replicas) == (
         plan.balance,
@@ -189,7 +184,6 @@ def _check_target(files: PlanAndProfile) -> Target:
 
 def _fail(check: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
-    from ..cost_models.quantities import percent
     from .check_tables import signed
 
     if fail_above is None:

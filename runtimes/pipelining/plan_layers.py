@@ -34,7 +34,7 @@ from ...profiler.sequential import sequential
 from ...profiler.torch_internals import copy_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from ...profiler.user_model.shared_parameters import register_references, tensors_used
-from ..documents import BuiltExport, PipeExport, check_layers
+from ..documents import BuiltExport, FairscaleExport, PipeExport, TorchgpipeExport, check_layers
 from .ranks import RankCoordinates
 from .stage import (
     CutTensor,
@@ -473,7 +473,7 @@ def check_sharing(
 
 
 def prepare_pipe(
-    document: PipeExport,
+    document: TorchgpipeExport | FairscaleExport,
     model: nn.Module,
     example_input: object,
     devices: Sequence[torch.device | str | int] | None,
