@@ -21,7 +21,7 @@ from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.rivals import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import KINDS, PathShare, StepLimits
-from ..planner.plan_file import PlanSummary
+from ..planner.plan_file import PlanRow
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10
@@ -77,7 +77,7 @@ def _capitalized(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def stage_name(plan: PlanSummary, number: int) -> str:
+def stage_name(plan: PlanRow, number: int) -> str:
     """A stage of the pipeline; where it has several parts of the layers, which a plan's tables number one by
     one, its devices."""
     if plan.virtual_stages == 1:
@@ -86,7 +86,7 @@ def stage_name(plan: PlanSummary, number: int) -> str:
     return f"device {devices[0]}" if len(devices) == 1 else f"each of devices {ranges(devices)}"
 
 
-def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
+def _compare_plan(other: PlanRow, summary: PlanRow) -> str:
     step = other.step_seconds
     return (
         f"{describe_other(other, summary)} takes {format_seconds(step)}, "
@@ -94,7 +94,7 @@ def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
     )
 
 
-def describe_plan(plan: PlanSummary) -> str:
+def describe_plan(plan: PlanRow) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     layers = "layer" if balance == "1" else "layers"
@@ -109,7 +109,7 @@ def describe_plan(plan: PlanSummary) -> str:
     return ", ".join(parts)
 
 
-def describe_other(other: PlanSummary, plan: PlanSummary) -> str:
+def describe_other(other: PlanRow, plan: PlanRow) -> str:
     """Another plan than `plan` in words; its devices where nothing else tells them apart."""
     words = describe_plan(other)
     if words != describe_plan(plan):
@@ -121,7 +121,7 @@ def describe_other(other: PlanSummary, plan: PlanSummary) -> str:
     return words
 
 
-def _print_path(limits: StepLimits, plan: PlanSummary, console: Console) -> None:
+def _print_path(limits: StepLimits, plan: PlanRow, console: Console) -> None:
     shares = [share for share in limits.places[:MOST_PLACES] if share.share >= LEAST_SHARE]
     remaining_places = limits.places[len(shares) :]
     rows = [(_where(share, plan), KINDS[share.kind], share.seconds, share.share) for share in shares]
@@ -141,7 +141,7 @@ def _print_path(limits: StepLimits, plan: PlanSummary, console: Console) -> None
     print_table(console, columns, rows, kinds, title="Critical path: what the step waits for")
 
 
-def _where(share: PathShare, plan: PlanSummary) -> str:
+def _where(share: PathShare, plan: PlanRow) -> str:
     if share.to_stage is None:
         return "-" if share.stage is None else stage_name(plan, share.stage)
     if plan.virtual_stages == 1:
@@ -154,7 +154,7 @@ class _OtherPlan(NamedTuple):
     """A row of a table of other plans; without a plan it has the reason. `proven`: yes, no, or None."""
 
     name: str
-    plan: PlanSummary | None
+    plan: PlanRow | None
     reason: str
     proven: bool | None
 
@@ -180,7 +180,7 @@ def _print_what_if(explanation: Explanation, console: Console) -> None:
     print_table(console, columns, changes, title="What-if (one change at a time)")
 
 
-def _other_plans(summary: PlanSummary) -> list[Column[_OtherPlan]]:
+def _other_plans(summary: PlanRow) -> list[Column[_OtherPlan]]:
     def step(row: _OtherPlan) -> float | None:
         return None if row.plan is None else row.plan.step_seconds
 

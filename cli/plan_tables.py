@@ -11,7 +11,7 @@ from rich.console import Console
 from ..api.plan_summary import answer_lines, short_summary, summary_lines
 from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, ranges, whole_percent
 from ..cost_models.runtime import other_layers_warning
-from ..planner.plan_file import Alternative, Baseline, Plan, PlannedStage, SharedWeight
+from ..planner.plan_file import Baseline, Plan, PlannedStage, PlanRow, SharedWeight
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
 MOST_STAGES = 8
@@ -170,7 +170,7 @@ def _print_baselines(plan: Plan, console: Console) -> None:
 
 
 def _print_alternatives(plan: Plan, console: Console) -> None:
-    columns: list[Column[Alternative]] = [
+    columns: list[Column[PlanRow]] = [
         word("schedule\n", lambda other: other.schedule),
         text("for\n", _for, min_width=11),
         text("balance\n", _balance, min_width=10),
@@ -183,14 +183,14 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
     print_table(console, columns, plan.alternatives, title=title)
 
 
-def _for(other: Alternative) -> str:
+def _for(other: PlanRow) -> str:
     return "; ".join(part for part in (", ".join(other.runtimes), other.reason) if part)
 
 
-def _balance(other: Alternative) -> str:
+def _balance(other: PlanRow) -> str:
     balance = ", ".join(map(str, islice(other.balance, 16)))
     further_stages = len(other.balance) - 16
-    replicas = f"; {other.replicas} replicas" if other.replicas > 1 else ""
+    replicas = f"; {other.replicas[0]} replicas" if other.replicas[0] > 1 else ""
     return balance + (f" and {further_stages} more" if further_stages > 0 else "") + replicas
 
 

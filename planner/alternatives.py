@@ -15,7 +15,7 @@ from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ANY_SCHEDULE, INTERLEAVED, SEARCHED, ScoredPlan, watching_best
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
-from .plan_file import Alternative, Baseline, plan_shape, run_in_words
+from .plan_file import Baseline, PlanRow, plan_row, run_in_words
 from .plan_simulation import plan_stages, shared_weights
 from .planners import BASELINES, find_planner
 from .problem import Problem
@@ -30,7 +30,7 @@ WORTH, DOUBLINGS = 0.05, 4
 """Share of the step that larger micro-batches than the profile holds must save, and how often they double."""
 
 
-def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
+def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[PlanRow]:
     """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
     interleaved one, which is not searched. None where the plan was asked of a named planner,
     or the problem is too large to solve it again for each."""
@@ -40,7 +40,7 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
         return [*_runtime_alternatives(problem, answer), *_interleaved_alternatives(problem, answer)]
 
 
-def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
+def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[PlanRow]:
     """The best plan for the runtimes of each kind. Each search starts from the plans found before it."""
     plans = [plan for plan in (answer.best, *answer.by_planner.values()) if isinstance(plan, ScoredPlan)]
     for names in _kinds(problem):
@@ -52,7 +52,7 @@ def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterat
 
 def _for_runtimes(
     problem: Problem, answer: JointSearchResult, names: list[str], starts: Sequence[ScoredPlan]
-) -> tuple[ScoredPlan | None, Alternative | None]:
+) -> tuple[ScoredPlan | None, PlanRow | None]:
     """The best plan of runtimes that allow the same plans, as it was found and on devices in rank order."""
     own = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
     if own is None or not own.families:
@@ -103,7 +103,7 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
     return names[0] if len(names) == 1 else "auto"
 
 
-def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
+def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[PlanRow]:
     """The plan of the planner of that name, where the schedule was left open and it fits: no answer, as it is
     not searched. Runtimes that hold the same for it are together."""
     if answer.best is None or INTERLEAVED in problem.schedules or problem.budget.over:
@@ -206,19 +206,9 @@ def _kinds(problem: Problem) -> list[list[str]]:
 
 def _alternative(
     problem: Problem, plan: ScoredPlan, runtimes: list[str], *, exact: bool, reason: str = ""
-) -> Alternative:
-    stages, shape = plan_stages(problem.space, plan), plan_shape(plan)
-    return Alternative(
-        **dict(shape),
-        runtimes=runtimes,
-        replicas=plan.proposal.replicas[0],
-        stage_recompute=list(plan.recompute) if shape.recompute == "selective" else [],
-        step_seconds=plan.step_seconds,
-        samples_per_second=problem.mini_batch / plan.step_seconds,
-        memory_bytes=[stage.memory_bytes for stage in stages],
-        exact=exact,
-        reason=reason,
-    )
+) -> PlanRow:
+    memory = [stage.memory_bytes for stage in plan_stages(problem.space, plan)]
+    return plan_row(plan, runtimes=runtimes, memory_bytes=memory, exact=exact, reason=reason)
 
 
 FREE = ("one-gpu", "data-parallel")

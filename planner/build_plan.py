@@ -25,11 +25,11 @@ from .plan_file import (
     BUFFER_WARNING,
     FIXED_PARTITION,
     TIE,
-    Alternative,
     Baseline,
     DefaultMiniBatch,
     Partition,
     Plan,
+    PlanRow,
     Prediction,
     ProfileReference,
     plan_shape,
@@ -141,13 +141,13 @@ def build_plan(
     limits = list(list_prediction_limits(assembly))
     warnings = [*warnings, *list_machine_warnings(problem)]
     warnings += list_search_warnings(problem, exact=result.exact if exact is None else exact)
-    compared: dict[str, list[Baseline] | list[Alternative]] = {}
+    compared: dict[str, list[Baseline] | list[PlanRow]] = {}
     if answer is not None:
         baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
         compared = {"baselines": [row.record for row in baselines], "alternatives": alternatives}
         warnings += [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
         sizes = {row.size for row in baselines if row.size is not None}
-        sizes |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
+        sizes |= {divide_batch(other.micro_batch_size, other.replicas[0]) for other in alternatives}
         space = replace(problem.space, past_largest=True)
         outside = [
             text for size in sorted(sizes) if (text := space.table(size).costs.outside) and text not in limits

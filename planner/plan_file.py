@@ -278,35 +278,47 @@ class Baseline(Record):
     """The micro-batches, schedule and recomputation that were best for it."""
 
 
-class Alternative(PlanShape):
-    """The best plan for the runtimes that run it: `replicas` of every stage, on the devices from rank 0 on.
+def _each_part(content: Any) -> Any:
+    """Turn a row of an earlier file, with one number of replicas and no devices, into one by part."""
+    if not isinstance(content, dict) or isinstance(content.get("replicas", 1), list):
+        return content
+    balance, virtual = content.get("balance"), content.get("virtual_stages", 1)
+    each = content.get("replicas", 1)
+    counts = (each, virtual)
+    if not isinstance(balance, list) or not all(isinstance(count, int) and count > 0 for count in counts):
+        return content  # the fields' own checks say it
+    stages = max(len(balance) // virtual, 1)
+    firsts = [part % stages * each for part in range(len(balance))]
+    devices = [list(range(first, first + each)) for first in firsts]
+    return {"devices": devices} | content | {"replicas": [each] * len(balance)}
 
-    In a file, micro-batches and recomputation may be left out where they are the plan's own.
+
+class PlanRow(PlanShape):
+    """A plan and its predicted step in a row: an alternative, a runner-up, the best plan after a change.
+
+    By part of the layers, in order: `balance`, `replicas`, `devices`, `stage_recompute` and `memory_bytes`.
+    In a file, an alternative may leave out micro-batches and recomputation where they are the plan's own.
     """
 
-    runtimes: list[RuntimeName]
-    replicas: DeviceCount = 1
-    stage_recompute: list[StageRecompute] = []
-    """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
     samples_per_second: Rate = 0.0
+    replicas: list[DeviceCount]
+    devices: list[list[DeviceIndex]]
+    stage_recompute: list[StageRecompute] = []
+    """Empty where all parts recompute as the plan does."""
     memory_bytes: list[TotalBytes] = []
-    """By stage."""
+    runtimes: list[RuntimeName] = []
+    """Of an alternative: those that run it."""
     exact: bool = False
     reason: str = ""
     """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
-    devices: Annotated[list[DeviceIndex], Field(exclude=True)] = []
-    """Of the pipeline in turn, each one's replicas together, where they are not those from rank 0 on."""
 
-    @property
-    def device_count(self) -> int:
-        """Number of devices that it takes."""
-        return self.pipeline_stages * self.replicas
+    _fill = model_validator(mode="before")(_each_part)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Devices of the pipeline in turn, each one's replicas together."""
-        return tuple(self.devices or range(self.device_count))
+        return tuple(rank for part in self.devices[: self.pipeline_stages] for rank in part)
 
     @property
     def part_recompute(self) -> tuple[str, ...]:
@@ -423,7 +435,7 @@ class Plan(PlanShape, Document):
     prediction: Prediction
     objective: Aim | None = None
     baselines: list[Baseline] = []
-    alternatives: list[Alternative] = []
+    alternatives: list[PlanRow] = []
     degrees: list[DegreeResult] = []
     """By how many devices share every layer, where that was chosen with the plan; the profile says which."""
     options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
@@ -633,28 +645,18 @@ def _check_devices(plan: Plan) -> None:
         raise ValueError(f"stages: device {max(uses)} is used, of {plan.gpus} gpus from 0 on")
 
 
-def _check_alternative(other: Alternative, plan: Plan, where: str) -> None:
+def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
     if sum(other.balance) != sum(plan.balance):
         raise ValueError(
             f"{where}balance {other.balance} adds up to {sum(other.balance)}, "
             f"the plan has {sum(plan.balance)} layers"
         )
     parts = len(other.balance)
-    for name, values in (("stage_recompute", other.stage_recompute), ("memory_bytes", other.memory_bytes)):
-        if len(values) not in (0, parts):
+    for name in ("replicas", "devices", "stage_recompute", "memory_bytes"):
+        values = getattr(other, name)
+        if len(values) != parts and (values or name in ("replicas", "devices")):
             raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
     other.check_shape(plan.mini_batch, where)
-
-
-class PlanSummary(PlanShape):
-    """A plan and its predicted step in a row. By part of the layers, in order: `balance`, `devices` and
-    `stage_recompute`."""
-
-    step_seconds: float
-    samples_per_second: float
-    replicas: list[int]
-    devices: list[list[int]]
-    stage_recompute: list[str]
 
 
 _PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
@@ -679,15 +681,16 @@ def plan_shape(plan: ScoredPlan) -> PlanShape:
     )
 
 
-def summarize(plan: ScoredPlan) -> PlanSummary:
-    """The summary of a scored plan."""
-    return PlanSummary(
+def plan_row(plan: ScoredPlan, **more: Any) -> PlanRow:
+    """The row of a scored plan, with `more` of its fields."""
+    return PlanRow(
         **dict(plan_shape(plan)),
         step_seconds=plan.step_seconds,
         samples_per_second=plan.config.mini_batch / plan.step_seconds,
         replicas=list(plan.proposal.replicas),
         devices=[list(ranks) for ranks in plan.proposal.devices],
         stage_recompute=list(plan.recompute),
+        **more,
     )
 
 

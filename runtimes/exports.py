@@ -24,7 +24,7 @@ from ..cost_models.memory import recompute_kinds
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_warning
 from ..cost_models.transformer.pipeline_layout import stage_letters
-from ..planner.plan_file import BUFFER_WARNING, Alternative, Plan
+from ..planner.plan_file import BUFFER_WARNING, Plan, PlanRow
 from .documents import (
     DeepspeedExport,
     ExportDocument,
@@ -60,7 +60,7 @@ LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
 
-def choose(plan: Plan, runtime: Runtime) -> tuple[Alternative, str | None]:
+def choose(plan: Plan, runtime: Runtime) -> tuple[PlanRow, str | None]:
     """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
 
     Where one process drives all stages, or a stage has buffers for all micro-batches, a plan that was not
@@ -118,7 +118,7 @@ def _misfit_remark(plan: Plan, runtime: Runtime) -> str | None:
     return None if text is None else f"{text[:1].upper()}{text[1:]}."
 
 
-def _same_cuts(plan: Plan, other: Alternative) -> bool:
+def _same_cuts(plan: Plan, other: PlanRow) -> bool:
     return (plan.balance, plan.micro_batches, plan.recompute, plan.schedule) == (
         other.balance,
         other.micro_batches,
@@ -208,34 +208,33 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
     )
 
 
-def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
+def _runs_alternative(runtime: Runtime, alternative: PlanRow) -> bool:
     modes = alternative.part_recompute
     problems = runtime.find_problems(
         alternative.schedule,
         modes,
         recompute_kinds(modes),
-        [alternative.replicas],
+        alternative.replicas,
         virtual_stages=alternative.virtual_stages,
         micro_batch_size=alternative.micro_batch_size,
     )
     return runtime.name in alternative.runtimes and not any(problems)
 
 
-def _plan_choice(plan: Plan) -> Alternative:
+def _plan_choice(plan: Plan) -> PlanRow:
     """The plan itself as a choice, on its devices."""
-    return Alternative(
+    return PlanRow(
         **plan.shape,
-        runtimes=[],
-        replicas=plan.replicas[0],
+        replicas=plan.replicas,
+        devices=[stage.devices for stage in plan.stages],
         stage_recompute=list(stage_recompute(plan)),
         step_seconds=plan.prediction.step_seconds,
-        devices=[device for stage in plan.stages[: plan.pipeline_stages] for device in stage.devices],
     )
 
 
-def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
+def _remark(plan: Plan, runtime: Runtime, why: str, other: PlanRow) -> str:
     balance = ",".join(map(str, other.balance))
-    replicas = f" of {other.replicas} replicas" if other.replicas > 1 else ""
+    replicas = f" of {other.replicas[0]} replicas" if other.replicas[0] > 1 else ""
     return (
         f"{why}{INSTEAD} its best "
         f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
@@ -255,7 +254,7 @@ class ExportRequest:
 
     plan: Plan
     runtime: Runtime
-    choice: Alternative
+    choice: PlanRow
     remark: str | None
     device: str
     made_by: MadeBy
@@ -281,10 +280,10 @@ class ExportRequest:
         plan, choice = self.plan, self.choice
         sharers = plan.profile.tensor_parallel
         return self.fields | {
-            "processes": self.pipeline_size * choice.replicas * sharers,
+            "processes": self.pipeline_size * choice.replicas[0] * sharers,
             "nodes": count_nodes(choice.ranks, plan.gpus_per_node),
             "pipeline_size": self.pipeline_size,
-            "replicas": choice.replicas,
+            "replicas": choice.replicas[0],
             "order": choice.schedule,
             "virtual_stages": choice.virtual_stages,
             "recompute": choice.part_recompute[0],
@@ -298,7 +297,7 @@ class ExportRequest:
     @property
     def replica_samples(self) -> int:
         """Samples of a micro-batch on one replica."""
-        return self.choice.micro_batch_size // self.choice.replicas
+        return self.choice.micro_batch_size // self.choice.replicas[0]
 
     def blocks(self) -> tuple[Transformer, tuple[int, ...]]:
         """The plan's transformer, and by stage the layers before its end: whole blocks. Raises
@@ -447,7 +446,7 @@ def export_deepspeed(request: ExportRequest) -> tuple[DeepspeedExport, Remarks]:
     document = DeepspeedExport(
         **request.fields,
         num_stages=len(choice.balance),
-        replicas=choice.replicas,
+        replicas=choice.replicas[0],
         parts=stage_bounds(choice.balance),
         devices=list(choice.ranks),
         config=_deepspeed_config(plan, choice),
@@ -456,16 +455,16 @@ def export_deepspeed(request: ExportRequest) -> tuple[DeepspeedExport, Remarks]:
     return document, ()
 
 
-def _deepspeed_config(plan: Plan, choice: Alternative) -> dict[str, Any]:
+def _deepspeed_config(plan: Plan, choice: PlanRow) -> dict[str, Any]:
     """DeepSpeed holds train_batch_size to be the product of the next two and the replicas."""
     dtype, config = plan.profile.dtype, dict[str, Any]()
     if dtype == "bfloat16" and plan.gradient_dtype is not None:  # by default that depends on ZeRO
         config["data_types"] = {"grad_accum_dtype": plan.gradient_dtype}
-    if plan.zero and choice.replicas > 1:
+    if plan.zero and choice.replicas[0] > 1:
         config["zero_optimization"] = {"stage": plan.zero}
     return {
         "train_batch_size": choice.micro_batches * choice.micro_batch_size,
-        "train_micro_batch_size_per_gpu": choice.micro_batch_size // choice.replicas,
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size // choice.replicas[0],
         "gradient_accumulation_steps": choice.micro_batches,
         "gradient_clipping": 0.0,  # left out, it is 1.0 and changes the training
         "optimizer": _optimizer(plan),
@@ -515,8 +514,8 @@ def export_torch(request: ExportRequest) -> tuple[TorchExport, Remarks]:
         schedule=schedule_class(choice.schedule, program),
         parts=stage_bounds(choice.balance),
         stages=stages,
-        replicas=choice.replicas,
-        zero=plan.zero if choice.replicas > 1 else 0,
+        replicas=choice.replicas[0],
+        zero=plan.zero if choice.replicas[0] > 1 else 0,
         devices=list(choice.ranks),
         gpus_per_node=plan.gpus_per_node,
         recompute=["never" if word == "except_last" else word for word in choice.part_recompute],
@@ -667,7 +666,7 @@ DISTRIBUTED_OPTIMIZER = [f"{section}.use_distributed_optimizer=true" for section
 
 def _spreads(request: ExportRequest) -> bool:
     """Whether its distributed optimizer is the plan's: ZeRO-1 over the replicas of a stage."""
-    return request.plan.zero == 1 and request.choice.replicas > 1
+    return request.plan.zero == 1 and request.choice.replicas[0] > 1
 
 
 def _flags(settings: dict[str, object], request: ExportRequest) -> list[str]:
@@ -813,10 +812,10 @@ def export_torchtitan(request: ExportRequest) -> tuple[TorchtitanExport, Remarks
         *(["--parallelism.tensor_parallel_degree", str(sharers)] if sharers > 1 else []),
         *(f"{prefix}_schedule", listed.schedule),
         *(f"{prefix}_microbatch_size", str(request.replica_samples)),
-        *("--training.local_batch_size", str(batch // choice.replicas)),
+        *("--training.local_batch_size", str(batch // choice.replicas[0])),
         *("--training.global_batch_size", str(batch)),
-        *("--parallelism.data_parallel_replicate_degree", "1" if zero else str(choice.replicas)),
-        *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if zero else "1"),
+        *("--parallelism.data_parallel_replicate_degree", "1" if zero else str(choice.replicas[0])),
+        *("--parallelism.data_parallel_shard_degree", str(choice.replicas[0]) if zero else "1"),
         "--training.disable_cuda_graphs",  # they do not go with pipelines
         f"activation_checkpoint:{'full' if choice.part_recompute[0] == 'always' else 'none'}",
     ]
@@ -860,13 +859,13 @@ def export_nemo(request: ExportRequest) -> tuple[NemoExport, Remarks]:
     names = _with_positions(listed.model, listed.names)
     batch, sharers = choice.micro_batches * choice.micro_batch_size, plan.profile.tensor_parallel
     sections: dict[str, dict[str, Any]] = {
-        "step_scheduler": {"global_batch_size": batch, "local_batch_size": batch // choice.replicas},
+        "step_scheduler": {"global_batch_size": batch, "local_batch_size": batch // choice.replicas[0]},
         "distributed": {
             "strategy": "fsdp2",
             "pp_size": devices,
             **({"tp_size": sharers} if sharers > 1 else {}),
-            "dp_size": choice.replicas,
-            "dp_replicate_size": 1 if plan.zero else choice.replicas,
+            "dp_size": choice.replicas[0],
+            "dp_replicate_size": 1 if plan.zero else choice.replicas[0],
             "activation_checkpointing": choice.part_recompute[0] == "always",
             "pipeline": {
                 "pp_schedule": listed.schedule,

@@ -13,7 +13,7 @@ from ...cost_models.step_costs import Array
 from ...cost_models.timeline import Timeline
 from ..build_plan import list_machine_warnings, plan_partition
 from ..candidate import SEARCHED, ScoredPlan
-from ..plan_file import Partition, PlannedStage, PlanSummary, ProfileReference, summarize
+from ..plan_file import Partition, PlannedStage, PlanRow, ProfileReference, plan_row
 from ..plan_simulation import bubble, plan_stages
 from ..problem import Problem
 from ..scoring import fastest
@@ -26,7 +26,7 @@ from .step_limits import BusiestStage, find_busiest
 class Side(Record):
     """One of the two plans that are compared."""
 
-    plan: PlanSummary
+    plan: PlanRow
     bubble: float
     busiest: BusiestStage
     stages: list[PlannedStage]
@@ -52,8 +52,8 @@ class SplitComparison(Record):
     plan: Side
     slower: float
     causes: list[Cause]
-    best_setting: PlanSummary | None
-    best_cuts: PlanSummary | None
+    best_setting: PlanRow | None
+    best_cuts: PlanRow | None
     notes: list[str]
 
 
@@ -119,7 +119,7 @@ def _as_partition(problem: Problem, current: ExplainOptions) -> Partition:
 
 def _side(problem: Problem, plan: ScoredPlan, timeline: Timeline) -> Side:
     return Side(
-        plan=summarize(plan),
+        plan=plan_row(plan),
         bubble=bubble(problem.space, plan),
         busiest=find_busiest(timeline),
         stages=plan_stages(problem.space, plan),
@@ -191,6 +191,6 @@ def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
     return search_near(problem.space, families, [len(proposal.ends)], [proposal], SECONDS / 4).best
 
 
-def _faster(plan: ScoredPlan | None, than: ScoredPlan) -> PlanSummary | None:
+def _faster(plan: ScoredPlan | None, than: ScoredPlan) -> PlanRow | None:
     better = plan is not None and plan.step_seconds < than.step_seconds * (1 - 1e-6)
-    return summarize(plan) if better and plan is not None else None
+    return plan_row(plan) if better and plan is not None else None

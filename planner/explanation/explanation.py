@@ -18,7 +18,7 @@ from ...cost_models.quantities import format_seconds
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
-from ..plan_file import TIE, Plan, PlanSummary, summarize
+from ..plan_file import TIE, Plan, PlanRow, plan_row
 from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import (
@@ -41,7 +41,7 @@ class WhatIf(Record):
     """The best plan that was found after a change; None where there is none, and `reason` says why."""
 
     change: str
-    plan: PlanSummary | None = None
+    plan: PlanRow | None = None
     faster: float | None = None
     """The plan's step over the new one, less 1: negative where the change makes it slower."""
     proven: bool = False
@@ -90,7 +90,9 @@ def _solve_what_if(
     if result.best is None:
         return WhatIf(change=words, reason="no plan fits")
     faster = context.present.step_seconds / result.best.step_seconds - 1
-    return WhatIf(change=words, plan=summarize(result.best), faster=faster, proven=result.exact)
+    return WhatIf(
+        change=words, plan=plan_row(result.best, exact=result.exact), faster=faster, proven=result.exact
+    )
 
 
 def _one_more(problem: Problem) -> Problem:
@@ -123,13 +125,13 @@ class Explanation(Document):
     kind: ClassVar[str] = "explanation"
 
     model: str
-    plan: PlanSummary
+    plan: PlanRow
     limits: StepLimits
-    better: PlanSummary | None = None
+    better: PlanRow | None = None
     made_for: str = ""
     """What the plan is to be the best of, in words; empty for the shortest step."""
     second_best: RunnerUp
-    as_fast: PlanSummary | None = None
+    as_fast: PlanRow | None = None
     """A plan with other cuts, replicas or devices that takes as long."""
     other_stages: RunnerUp
     holds: list[Sensitivity] = []
@@ -173,12 +175,12 @@ def explain_plan(
     changed = solve_what_ifs(context, pool, plan, launches=launches)
     return Explanation(
         model=plan.model,
-        plan=summarize(present),
+        plan=plan_row(present),
         limits=limits,
-        better=None if better is None else summarize(better),
+        better=None if better is None else plan_row(better),
         made_for=_made_for(plan),
         second_best=rivals.second_best,
-        as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
+        as_fast=None if rivals.as_fast is None else plan_row(rivals.as_fast),
         other_stages=rivals.other_stages,
         holds=list(done.each(holds, 4)),
         what_if=list(done.each(changed, 1)),

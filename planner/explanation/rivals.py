@@ -22,7 +22,7 @@ import numpy as np
 from ...cost_models.document import Record
 from ...cost_models.quantities import ranges
 from ..candidate import SEARCHED, Proposal, ScoredPlan, replicated_pipeline
-from ..plan_file import TIE, PlanSummary, summarize
+from ..plan_file import TIE, PlanRow, plan_row
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.device_sets import list_shapes
@@ -61,7 +61,7 @@ class RunnerUp(Record):
 
     differs: str
     """How, in words."""
-    plan: PlanSummary | None
+    plan: PlanRow | None
     slower: float | None
     """Its step over the plan's, less 1: negative where it is faster."""
     proven: bool
@@ -121,7 +121,7 @@ def _rival(context: ExplainContext, best: _Best, differs: str) -> RunnerUp:
     plan, own = best.plan, context.present.step_seconds
     return RunnerUp(
         differs=differs,
-        plan=None if plan is None else summarize(plan),
+        plan=None if plan is None else plan_row(plan, exact=best.proven),
         slower=None if plan is None else plan.step_seconds / own - 1,
         proven=best.proven,
     )
@@ -310,7 +310,7 @@ class Crossover(Record):
 
     factor: float
     plan_seconds: float
-    rival: PlanSummary
+    rival: PlanRow
 
 
 class Sensitivity(Record):
@@ -437,7 +437,7 @@ class _PlanRace:
         plan, rival = self._scores(factor)
         if plan is None or rival is None:
             return None
-        return Crossover(factor=factor, plan_seconds=plan.step_seconds, rival=summarize(rival))
+        return Crossover(factor=factor, plan_seconds=plan.step_seconds, rival=plan_row(rival))
 
     def _safe(self, end: float) -> bool:
         """Whether no plan can be better between 1 and `end`. All become slower on the way, or all faster: the

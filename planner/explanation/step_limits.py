@@ -21,7 +21,7 @@ from ...cost_models.program_order import NONE, Indices
 from ...cost_models.step_costs import lower_costs, preceding_launches, recompute_seconds
 from ...cost_models.timeline import Timeline
 from ..candidate import ScoredPlan
-from ..plan_file import TIE, PlanSummary, summarize
+from ..plan_file import TIE, PlanRow, plan_row
 from .explain_context import ExplainContext, resolve, with_memory
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
@@ -270,7 +270,7 @@ class StepLimits(Record):
     kinds: list[PathShare]
     places: list[PathShare]
     busiest: BusiestStage
-    without_memory_limit: PlanSummary | None = None
+    without_memory_limit: PlanRow | None = None
     memory_forbids_nothing: bool = False
     memory_known: bool = True
 
@@ -325,7 +325,7 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
 
 def _without_memory_limit(
     context: ExplainContext, seeds: Sequence[ScoredPlan]
-) -> tuple[PlanSummary | None, bool]:
+) -> tuple[PlanRow | None, bool]:
     """The best plan without a limit, where it is faster; and whether no other is faster still."""
     problem = context.problem
     if not is_memory_known(context):
@@ -336,4 +336,4 @@ def _without_memory_limit(
     # What is as fast under the limit is not forbidden by it.
     if best is None or best.step_seconds >= min(limit, fastest_seed * (1 - TIE)):
         return None, result.exact
-    return summarize(best), result.exact
+    return plan_row(best, exact=result.exact), result.exact

@@ -380,7 +380,7 @@ class PlanInputs:
             "",
             tuple(accumulate(choice.balance)),
             choice.virtual_stages,
-            choice.replicas,
+            choice.replicas[0],
             stage_recompute=words if by_stage and choice.virtual_stages == 1 else None,
         )
         text = None if remark is None else remark.replace("Exported instead", "Checked instead")

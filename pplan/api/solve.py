@@ -16,7 +16,7 @@ from ..planner.candidate import watching_best as watching_best
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME, ObjectiveOptions
 from ..planner.objectives.solve_objective import solve_objective
-from ..planner.plan_file import Alternative, DegreeResult, Plan, ProfileReference
+from ..planner.plan_file import DegreeResult, Plan, PlanRow, ProfileReference
 from ..planner.plan_options import PlanOptions
 from ..planner.problem import Problem
 from ..profiler.profile_file import Profile
@@ -87,7 +87,7 @@ def solve_alone(
     return plan.model_copy(update={"made_by": origin, "alternatives": _runnable_alternatives(plan)})
 
 
-def _runnable_alternatives(plan: Plan) -> list[Alternative]:
+def _runnable_alternatives(plan: Plan) -> list[PlanRow]:
     """Alternatives for the runtimes that run the model, and that share layers if several devices do.
 
     A runtime with layers of its own runs transformers only.

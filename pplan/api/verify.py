@@ -20,7 +20,7 @@ from ..cost_models.schedules import SCHEDULES, find_schedule
 from ..cost_models.text_files import KEY, decode_text, is_unchanged, read_bytes
 from ..cost_models.topology_file import ProfiledDevice, make_topology, parse_topology
 from ..planner.cut_limits import limit_cuts
-from ..planner.plan_file import TIE, Alternative, Baseline, Plan, ProfileReference
+from ..planner.plan_file import TIE, Baseline, Plan, PlanRow, ProfileReference
 from ..profiler.profile_file import Profile
 from .load import check_is_plan, profile_and_reference, profile_next_to
 
@@ -377,7 +377,7 @@ def _check_runtime(check: _Checks, inputs: _Inputs) -> None:
 
 
 def _check_runtime_runs(
-    check: _Checks, runtime: Runtime, plan: Plan | Alternative, modes: Sequence[str], replicas: Sequence[int]
+    check: _Checks, runtime: Runtime, plan: Plan | PlanRow, modes: Sequence[str], replicas: Sequence[int]
 ) -> None:
     for problem in runtime.find_problems(
         plan.schedule,
@@ -541,12 +541,12 @@ def _check_baseline(baseline: Baseline, check: _Checks, inputs: _Inputs) -> None
     check.require("it is faster than the plan", step >= fastest * (1 - TIE), step, fastest)
 
 
-def _check_alternative(alternative: Alternative, check: _Checks, inputs: _Inputs) -> None:
+def _check_alternative(alternative: PlanRow, check: _Checks, inputs: _Inputs) -> None:
     rate = inputs.plan.mini_batch / alternative.step_seconds
     check.near("samples_per_second", alternative.samples_per_second or rate, rate)
     modes = alternative.part_recompute
     for name in alternative.runtimes:
-        _check_runtime_runs(check, find_runtime(name), alternative, modes, [alternative.replicas])
+        _check_runtime_runs(check, find_runtime(name), alternative, modes, alternative.replicas)
     if inputs.chain is not None:
         for end in list(accumulate(alternative.balance))[:-1]:
             check.require(f"a cut after layer {end - 1}", bool(inputs.chain.cut_after[end - 1]))

@@ -17,7 +17,7 @@ import pplan
 from pplan.api.check import model_spec
 from pplan.api.options import CheckOptions
 from pplan.cost_models.errors import MachineError
-from pplan.planner.plan_file import Alternative, Plan
+from pplan.planner.plan_file import Plan, PlanRow
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.launching import ProgressCallbacks
 from pplan.runtimes.checking.prediction import Calibration, fit_corrections, predict_seconds, predict_step
@@ -466,7 +466,7 @@ def test_the_alternative_for_the_runtime(
 ) -> None:
     """It is checked in place of a plan that the runtime does not run, which is said."""
     plan = planned("4,8")
-    other = Alternative(
+    other = PlanRow(
         runtimes=["torchgpipe", "fairscale"],
         balance=[6, 6],
         schedule="gpipe",
@@ -492,7 +492,7 @@ def test_the_alternative_for_torch(
 ) -> None:
     """With its replicas and the recomputation of each stage, as `pplan export torch` writes it."""
     plan = planned("4,8")
-    other = Alternative(
+    other = PlanRow(
         runtimes=["torch"],
         balance=[6, 6],
         schedule="1f1b",

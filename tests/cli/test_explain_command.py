@@ -14,7 +14,7 @@ import pplan
 from pplan.cli.explain_tables import answer_lines, describe_plan, print_explanation, stage_name
 from pplan.planner.explanation.explanation import Explanation
 from pplan.planner.explanation.rivals import RunnerUp
-from pplan.planner.plan_file import Plan, PlanSummary
+from pplan.planner.plan_file import Plan, PlanRow
 from pplan.profiler.profile_file import Profile
 
 Golden = Callable[[str, str], None]
@@ -269,9 +269,9 @@ def test_python_arguments_are_checked(planned: Plan, profile: Profile) -> None:
 def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
-    assert describe_plan(PlanSummary(**made)) == words
+    assert describe_plan(PlanRow(**made)) == words
     one = outline(0.5, [1], schedule="1f1b")
-    assert describe_plan(PlanSummary(**one)) == "1 stage of 1 layer, 16 x 4, 1f1b"
+    assert describe_plan(PlanRow(**one)) == "1 stage of 1 layer, 16 x 4, 1f1b"
 
 
 SHARED = """name,forward_ms,backward_ms,activation_mb,parameter_mb,{}
@@ -315,7 +315,7 @@ def test_a_group_costs_as_much_as_its_devices(here: Path, run: Callable[..., Any
 
 def test_several_stages_of_a_device_are_named_by_the_device() -> None:
     """A plan's tables number them one by one: "stage 3 is at work for 95 %" was said of the fourth device."""
-    summary = PlanSummary(
+    summary = PlanRow(
         step_seconds=1.0,
         samples_per_second=1.0,
         balance=[1] * 4,

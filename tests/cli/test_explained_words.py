@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pplan.cli.explain_tables import describe_other
-from pplan.planner.plan_file import PlanSummary
+from pplan.planner.plan_file import PlanRow
 
 Run = Callable[..., Any]
 
@@ -75,6 +75,6 @@ def test_plans_of_the_same_words_are_told_apart(changed: dict[str, Any], words: 
         "recompute": "selective",
         "stage_recompute": ["never", "always"],
     }
-    plan, other = PlanSummary.model_validate(own), PlanSummary.model_validate(own | changed)
+    plan, other = PlanRow.model_validate(own), PlanRow.model_validate(own | changed)
     start = f"2 stages of 3-1 layers, replicas 1-2, {other.micro_batches} x 1, 1f1b, recompute selective"
     assert describe_other(other, plan) == start + words

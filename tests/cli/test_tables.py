@@ -262,7 +262,7 @@ def test_only_straight_alternatives_tell_what_all_gpus_would_give(plan: Plan) ->
     whole = {"balance": [1, 1, 1, 1, 2, 2, 2, 2], "step_seconds": 0.7}
     others = [
         plan.alternatives[0].model_copy(update=whole | more)
-        for more in ({"virtual_stages": 2}, {"replicas": 2})
+        for more in ({"virtual_stages": 2}, {"replicas": [2] * 8})
     ]
     held = changed(plan, baselines=[], alternatives=others)
     assert (

@@ -337,7 +337,7 @@ def check_alternatives(found: Findings, target: Target) -> None:
         what, balance, replicas, names = (
             f"of alternative {number}",
             row["balance"],
-            row["replicas"],
+            row["replicas"][0],
             row["runtimes"],
         )
         parts, size, step = row["virtual_stages"], row["micro_batch_size"], row["step_seconds"]

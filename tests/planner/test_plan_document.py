@@ -15,7 +15,7 @@ from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.plan_file import plan_recompute, run_in_words, summarize
+from pplan.planner.plan_file import plan_recompute, plan_row, run_in_words
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import (
     bubble,
@@ -65,13 +65,13 @@ def test_summaries() -> None:
         ((0,), (1,), (0,), (1,)), ("never",) * 4, schedule="interleaved", virtual_stages=2, ends=(1, 3, 6, 10)
     )
     assert run_in_words(parts) == "4 x 8, interleaved, 2 virtual stages, recompute never"
-    own = summarize(parts)
+    own = plan_row(parts)
     assert own.pipeline_stages == 2
     assert own.balance == [1, 2, 3, 4]
     assert own.devices == [[0], [1], [0], [1]]
     assert (own.micro_batches, own.micro_batch_size, own.virtual_stages) == (4, 8, 2)
     assert own.samples_per_second == 4 * 8 / 2.0
-    shared = summarize(plan(((0, 1), (2,))))
+    shared = plan_row(plan(((0, 1), (2,))))
     assert (shared.pipeline_stages, shared.replicas) == (2, [2, 1])
     assert _in_words(parts) == "2 stages; 4 x 8, interleaved, 2 virtual stages, recompute never"
 

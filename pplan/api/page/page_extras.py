@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cost_models.quantities import compare_percent, format_bytes, format_seconds, percent
 from ...planner.explanation.step_limits import KINDS
-from ...planner.plan_file import PlanSummary
+from ...planner.plan_file import PlanRow
 from ...runtimes.checking.records import Check, CheckedCase
 from .page_tables import (
     Column,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...planner.objectives.frontier import Frontier, Point
 
 
-def summary_text(plan: PlanSummary | None, reason: str = "none fits") -> str:
+def summary_text(plan: PlanRow | None, reason: str = "none fits") -> str:
     """A plan in words, or why there is none."""
     if plan is None:
         return reason
@@ -56,7 +56,7 @@ def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
     yield make_table("What-if (one change at a time)", _plan_columns("change", step), changes)
 
 
-def _rivals(explanation: Explanation) -> Iterator[tuple[str, PlanSummary | None, bool | None, str]]:
+def _rivals(explanation: Explanation) -> Iterator[tuple[str, PlanRow | None, bool | None, str]]:
     """The best plan for the same options where it is faster, one that is as fast, and the runner-up plans."""
     better, as_fast = explanation.better, explanation.as_fast
     if better is not None:

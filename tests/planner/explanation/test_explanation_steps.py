@@ -49,7 +49,7 @@ def test_each_change_by_itself(
         return SimpleNamespace(best=SimpleNamespace(step_seconds=3.2), exact=len(asked) % 2 == 0)
 
     monkeypatch.setattr(module, "resolve_fully", resolve)
-    monkeypatch.setattr(module, "summarize", lambda _: None)
+    monkeypatch.setattr(module, "plan_row", lambda _: None)
     context: Any = SimpleNamespace(
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
     )

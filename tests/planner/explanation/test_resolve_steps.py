@@ -225,7 +225,7 @@ def test_what_memory_forbids(monkeypatch: Patch) -> None:
     context: Any = SimpleNamespace(problem=problem(space=SimpleNamespace(limit=limit)), present=plan(4.0))
     monkeypatch.setattr(step_limits, "with_memory", lambda own, factor: (own.gpus, factor))
     monkeypatch.setattr(step_limits, "resolve", solve)
-    monkeypatch.setattr(step_limits, "summarize", lambda own: own)
+    monkeypatch.setattr(step_limits, "plan_row", lambda own: own)
     find: Any = step_limits._without_memory_limit
     assert find(context, [plan(3.5)]) == (plan(3.0), True)
     assert asked == [range(4), ((4, None), [plan(3.5)])]

@@ -245,7 +245,7 @@ def test_how_many_choices_of_devices_are_looked_at(monkeypatch: Patch) -> None:
 )
 def test_the_runners_up(change: dict[str, Any], second: bool, others: bool, monkeypatch: Patch) -> None:
     """The best of each kind that is not as fast, how much slower, and what is proven."""
-    monkeypatch.setattr(rivals, "summarize", lambda own: own)
+    monkeypatch.setattr(rivals, "plan_row", lambda own: own)
     monkeypatch.setattr(rivals, "RunnerUp", SimpleNamespace)
     context: Any = Context(**change)
     own: dict[str, _Best] = {"2": _Best(plan(6.0), True), "4": _Best(plan(5.0, (1, 6)), True)}

@@ -77,7 +77,7 @@ def make_race(monkeypatch: pytest.MonkeyPatch) -> type[Race]:
 
     monkeypatch.setattr(rivals, "fastest", lambda factor, own: now[0].fastest(factor, own))
     monkeypatch.setattr(rivals, "resolve", lambda *own: now[0].resolve(*own))
-    monkeypatch.setattr(rivals, "summarize", lambda plan: plan)
+    monkeypatch.setattr(rivals, "plan_row", lambda plan: plan)
     monkeypatch.setattr(rivals, "Crossover", SimpleNamespace)
     return Own
 
