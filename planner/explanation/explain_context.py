@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from ...cost_models.errors import UsageError
-from ...cost_models.layer import Chain, Vector
+from ...cost_models.layer import Chain
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE
 from ...cost_models.schedules import find_schedule
 from ...cost_models.timeline import Timeline, simulate
@@ -17,7 +17,7 @@ from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..asynchronous import assemble_candidate
 from ..build_plan import build_problem
-from ..candidate import SEARCHED, UNPROPOSED, PipelineConfig, Proposal, ScoredPlan
+from ..candidate import SEARCHED, UNPROPOSED, Proposal, ScoredPlan
 from ..joint_search import find_best_plan, joint_search
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
@@ -116,47 +116,64 @@ OTHERS_LONGER = 4
 """Factor on the time limit if the cuts of other schedules than 1F1B and GPipe are searched."""
 MANY = 12
 """Devices beyond which only plans near the seeds are searched."""
+NEAR_SHARE = 1 / 4
+"""Factor on the time limit of a search near seeds, whose work is counted too low."""
 ROUNDING = 1e-12
 """Relative distance of a varied bandwidth from the ends of its range."""
 
 
-def resolve(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
+def resolve(
+    problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS, *, fully: bool = False
+) -> SearchResult:
     """Search for the best plan, which is never slower than a seed that the problem allows.
 
-    The seeds are scored anew. On more than `MANY` devices only plans with half to twice the stages and half
-    to twice the micro-batch size of a seed are searched, and nothing is proven.
+    The seeds are scored anew. On more than `MANY` devices only plans near the fastest seed are searched, and
+    nothing is proven. With `fully`, a search on few devices that proves nothing is followed by one from the
+    beginning, as the seeds may lie far from the best plan.
     """
     limited = replace(problem, options=replace(problem.options, time_limit=seconds))
-    suited = list(_suited(limited, seeds))
-    if problem.usable_gpus > MANY and suited and all(name in SEARCHED for name in problem.schedules):
-        near = [family for family in limited.families if _is_near(family.config, suited)]
-        stages = [len(seed.ends) for seed in suited]
-        counts = [count for count in limited.stage_counts if min(stages) <= 2 * count <= 4 * max(stages)]
-        result = search_near(limited.space, near, counts, suited, seconds)
-        return replace(result, exact=False)
-    return joint_search(limited, _score_seeds(limited.space, suited))
-
-
-def resolve_fully(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float = SECONDS) -> SearchResult:
-    """Search as `resolve` does. If that proves nothing and devices are few, solve the problem from the
-    beginning too, as the seeds may lie far from its best plan, and return the faster plan."""
-    result = resolve(problem, seeds, seconds)
-    if result.exact or problem.usable_gpus > MANY:
+    suited, many = list(_suited(limited, seeds)), problem.usable_gpus > MANY
+    if many and suited and all(name in SEARCHED for name in problem.schedules):
+        best = fastest(limited.space, suited)
+        near = suited[:1] if best is None else [best.proposal]
+        families, counts = list_near_families(limited, near)
+        return replace(
+            search_near(limited.space, families, counts, suited, seconds * NEAR_SHARE), exact=False
+        )
+    scored = (fastest(limited.space, own) for own in _split(suited))
+    result = joint_search(limited, [plan for plan in scored if plan is not None])
+    if result.exact or many or not fully:
         return result
     # The cuts of other schedules are searched after those of 1F1B and GPipe, and need more.
     longer = OTHERS_LONGER * seconds if problem.heuristic_schedules else seconds
-    limited = replace(problem, options=replace(problem.options, time_limit=longer))
-    other = find_best_plan(limited).result
-    slower = other.best is None or (
-        result.best is not None and result.best.step_seconds <= other.best.step_seconds
-    )
-    return result if slower else other
+    other = find_best_plan(replace(problem, options=replace(problem.options, time_limit=longer))).result
+    return min((result, other), key=_step)
 
 
-def _is_near(config: PipelineConfig, seeds: Iterable[Proposal]) -> bool:
-    """Return whether the micro-batches have half to twice the size of a seed's."""
-    sizes = [seed.config.micro_batch_size for seed in seeds]
-    return any(size <= 2 * config.micro_batch_size <= 4 * size for size in sizes)
+def _step(result: SearchResult) -> float:
+    return inf if result.best is None else result.best.step_seconds
+
+
+def list_near_families(problem: Problem, seeds: Iterable[Proposal]) -> tuple[list[Family], list[int]]:
+    """List the families and numbers of stages to search: on more than `MANY` devices those near seeds.
+
+    Near are half to twice the stages, half to twice the micro-batch size, and half, twice or as
+    many replicas.
+    """
+    families, counts, seeds = list(problem.families), list(problem.stage_counts), list(seeds)
+    if problem.usable_gpus <= MANY:
+        return families, counts
+    stages, sizes = [len(own.ends) for own in seeds], {own.config.micro_batch_size for own in seeds}
+    near = {
+        number for own in seeds for count in set(own.replicas) for number in (count // 2, count, 2 * count)
+    }
+    narrowed = [
+        replace(family, replicas=tuple(count for count in family.replicas if count in near))
+        for family in families
+        if any(size <= 2 * family.config.micro_batch_size <= 4 * size for size in sizes)
+    ]
+    near_counts = [count for count in counts if min(stages) <= 2 * count <= 4 * max(stages)]
+    return [family for family in narrowed if family.replicas], near_counts
 
 
 def search_near(
@@ -166,17 +183,22 @@ def search_near(
     seeds: Iterable[Proposal],
     seconds: float = SECONDS,
 ) -> SearchResult:
-    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
-    return search(space, families, stage_counts, _score_seeds(space, seeds), seconds * WORK_A_SECOND)
+    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it or are of
+    schedules that are not searched."""
+    linear, others = (fastest(space, own) for own in _split(seeds))
+    starts = [] if linear is None else [linear]
+    result = search(space, families, stage_counts, starts, seconds * WORK_A_SECOND)
+    if others is not None and others.step_seconds < _step(result):
+        return replace(result, best=others)
+    return result
 
 
-def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:
-    """Return the fastest seed under 1F1B or GPipe, and the fastest under other schedules."""
-    proposals = list(seeds)
-    linear = [seed for seed in proposals if seed.config.schedule in SEARCHED]
-    others = [seed for seed in proposals if seed.config.schedule not in SEARCHED]
-    best = (fastest(space, linear), fastest(space, others))
-    return [plan for plan in best if plan is not None]
+def _split(seeds: Iterable[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
+    """The seeds under 1F1B or GPipe, and those under other schedules."""
+    parts: tuple[list[Proposal], list[Proposal]] = ([], [])
+    for seed in seeds:
+        parts[seed.config.schedule not in SEARCHED].append(seed)
+    return parts
 
 
 def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
@@ -187,11 +209,6 @@ def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]
         if problem.allows(seed.proposal) and config.mini_batch == problem.mini_batch:
             for mode in (config.recompute,) if config.recompute in modes else modes:
                 yield replace(seed.proposal, config=replace(config, recompute=mode))
-
-
-def with_topology(problem: Problem, topology: Topology) -> Problem:
-    """Return the problem on other devices."""
-    return replace(problem, topology=topology)
 
 
 def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = False) -> Topology:
@@ -242,6 +259,12 @@ def with_memory(problem: Problem, factor: float | None) -> Problem:
     return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
 
 
+def _with_chains(problem: Problem, change: Callable[[Chain], Chain]) -> Problem:
+    """Return the problem with other layers, on every kind of device."""
+    profiles = {name: change(own) for name, own in problem.profiles.items()}
+    return replace(problem, chain=change(problem.chain), profiles=profiles)
+
+
 def without_launches(problem: Problem) -> Problem:
     """The same where the hosts launch in no time, as with a step that is one CUDA graph."""
 
@@ -249,8 +272,7 @@ def without_launches(problem: Problem) -> Problem:
         nothing = np.zeros_like(chain.forward_host_seconds)
         return replace(chain, forward_host_seconds=nothing, backward_host_seconds=nothing)
 
-    profiles = {name: without(own) for name, own in problem.profiles.items()}
-    return replace(problem, chain=without(problem.chain), profiles=profiles)
+    return _with_chains(problem, without)
 
 
 _SECONDS_OF_LAYERS = (
@@ -264,15 +286,12 @@ _SECONDS_OF_LAYERS = (
 
 def with_slower_layers(problem: Problem, first: int, end: int, factor: float) -> Problem:
     """The same where layers `first` to `end` - 1 take `factor` times as long, on every kind of device."""
-    profiles = {name: _slower(own, first, end, factor) for name, own in problem.profiles.items()}
-    return replace(problem, chain=_slower(problem.chain, first, end, factor), profiles=profiles)
 
+    def slower(chain: Chain) -> Chain:
+        tables = {name: getattr(chain, name) for name in _SECONDS_OF_LAYERS}
+        copies = {name: values.copy() for name, values in tables.items() if values is not None}
+        for values in copies.values():
+            values[first:end] *= factor
+        return replace(chain, **copies)
 
-def _slower(chain: Chain, first: int, end: int, factor: float) -> Chain:
-    changed: dict[str, Vector] = {}
-    for name in _SECONDS_OF_LAYERS:
-        values: Vector | None = getattr(chain, name)
-        if values is not None:
-            changed[name] = values.copy()
-            changed[name][first:end] *= factor
-    return replace(chain, **changed)  # type: ignore[arg-type]  # arrays only
+    return _with_chains(problem, slower)

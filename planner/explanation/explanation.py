@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 from ...cost_models.document import Document, Record
@@ -26,10 +26,8 @@ from .explain_context import (
     ExplainContext,
     make_context,
     resolve,
-    resolve_fully,
     with_bandwidth,
     with_memory,
-    with_topology,
     without_launches,
 )
 from .explain_options import ExplainOptions
@@ -65,8 +63,8 @@ def solve_what_ifs(
     sharers, device = plan.profile.tensor_parallel, plan.device_kind
     changes: list[tuple[str, Change]] = [
         (f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s", _one_more),
-        ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
-        *([("double the memory", _double_memory)] if is_memory_known(context) else []),
+        ("double the bandwidth", lambda p: replace(p, topology=with_bandwidth(p.topology, 2))),
+        *([("double the memory", lambda p: with_memory(p, 2))] if is_memory_known(context) else []),
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
@@ -84,7 +82,7 @@ def _solve_what_if(
     if change is _one_more and kinds > 1:
         return WhatIf(change=words, reason=f"not solved: there are {kinds} kinds of devices")
     try:
-        result = resolve_fully(change(context.problem), seeds, SECONDS / 2)
+        result = resolve(change(context.problem), seeds, SECONDS / 2, fully=True)
     except UsageError as error:
         return WhatIf(change=words, reason=error.what)
     if result.best is None:
@@ -96,11 +94,7 @@ def _solve_what_if(
 
 
 def _one_more(problem: Problem) -> Problem:
-    return with_topology(problem, problem.topology.with_gpus(problem.gpus + 1))
-
-
-def _double_memory(problem: Problem) -> Problem:
-    return with_memory(problem, 2)
+    return replace(problem, topology=problem.topology.with_gpus(problem.gpus + 1))
 
 
 def _recomputing(problem: Problem, mode: str) -> Problem:
@@ -156,19 +150,34 @@ def explain_plan(
     UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
     context = make_context(plan, chain, topology, profiles)
-    done = _WorkShare(progress or (lambda _: None))
+    done = 0
+
+    def add(searches: int) -> None:
+        nonlocal done
+        done += searches
+        if progress is not None:
+            progress(min(done / _SEARCHES, 1.0))
+
+    def each(parts: Iterable[Part], searches: int) -> Iterator[Part]:
+        """The parts, each of so many searches."""
+        for part in parts:
+            yield part
+            add(searches)
+
     # A split that cannot be is refused before the long work.
     split = compare_split(context, options) if options and options.current is not None else None
     present = context.present
     resolved = resolve(context.problem, [present]).best
-    better = _faster(resolved, present)
+    better = None
+    if resolved is not None and resolved.step_seconds < present.step_seconds * (1 - TIE):
+        better = plan_row(resolved)
     seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
-    done.add(1)
+    add(1)
     limits = find_limits(context, seeds)
-    done.add(1)
+    add(1)
     busiest = limits.busiest.stage
     rivals = runners_up(context, seeds, busiest)
-    done.add(4)
+    add(4)
     pool = [*seeds, *rivals.plans]
     launches = any(share.kind == "host" for share in limits.kinds)
     holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
@@ -177,34 +186,16 @@ def explain_plan(
         model=plan.model,
         plan=plan_row(present),
         limits=limits,
-        better=None if better is None else plan_row(better),
+        better=better,
         made_for=_made_for(plan),
         second_best=rivals.second_best,
         as_fast=None if rivals.as_fast is None else plan_row(rivals.as_fast),
         other_stages=rivals.other_stages,
-        holds=list(done.each(holds, 4)),
-        what_if=list(done.each(changed, 1)),
+        holds=list(each(holds, 4)),
+        what_if=list(each(changed, 1)),
         current=split,
         notes=_notes(context, plan),
     )
-
-
-@dataclass
-class _WorkShare:
-    """Tells the share of the work that is done, in searches: what each part takes was measured."""
-
-    tell: Callable[[float], None]
-    done: int = 0
-
-    def add(self, searches: int) -> None:
-        self.done += searches
-        self.tell(min(self.done / _SEARCHES, 1.0))
-
-    def each(self, parts: Iterable[Part], searches: int) -> Iterator[Part]:
-        """The parts, each of so many searches."""
-        for part in parts:
-            yield part
-            self.add(searches)
 
 
 def _made_for(plan: Plan) -> str:
@@ -219,11 +210,6 @@ _AIMS = {
     "robust": "the 90th percentile of its step",
     "slow-devices": "the mean step with slow devices",
 }
-
-
-def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
-    faster = other is not None and other.step_seconds < present.step_seconds * (1 - TIE)
-    return other if faster else None
 
 
 def _notes(context: ExplainContext, plan: Plan) -> list[str]:

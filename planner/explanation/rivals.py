@@ -13,15 +13,16 @@ none does) and half way. Whatever beats the plan there joins the rivals, until n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from ...cost_models.document import Record
 from ...cost_models.quantities import ranges
-from ..candidate import SEARCHED, Proposal, ScoredPlan, replicated_pipeline
+from ..candidate import SEARCHED, Proposal, ScoredPlan, near_shapes, replicated_pipeline
 from ..plan_file import TIE, PlanRow, plan_row
 from ..problem import Problem
 from ..scoring import fastest
@@ -34,11 +35,11 @@ from .explain_context import (
     SECONDS,
     ExplainContext,
     bandwidth_range,
+    list_near_families,
     resolve,
     search_near,
     with_bandwidth,
     with_slower_layers,
-    with_topology,
 )
 
 MOST_CUTS = 8
@@ -82,32 +83,29 @@ class RunnersUp:
     plans: tuple[ScoredPlan, ...]
 
 
-@dataclass(frozen=True)
-class _Best:
-    """What was found, beside the `ties`: plans as fast as that in question. `proven`: of the schedules that
-    are searched."""
+class _Others(NamedTuple):
+    """Plans of a kind that were found: those as fast as the plan in question, and the best other one.
+    `proven`: of the schedules that are searched."""
 
-    plan: ScoredPlan | None
+    plans: list[ScoredPlan]
     proven: bool
-    ties: tuple[ScoredPlan, ...] = ()
 
 
 def runners_up(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> RunnersUp:
     """The second-best plans. `busiest`: the stage whose cuts matter most."""
+    problem, present = context.problem, context.present
     stages = _other_stage_counts(context, seeds)
-    cuts = [_without_cut(context, seeds, end) for end in _cuts(context.present.proposal, busiest)]
-    every = len(cuts) == len(context.present.proposal.ends) - 1
-    bests = [*cuts, _other_devices(context), stages]
-    ties = [plan for best in bests for plan in best.ties]
-    slower = [best.plan for best in bests if best.plan is not None]
-    if stages.plan is not None and _as_fast(stages.plan, context.present):
-        ties.append(stages.plan)
-        slower.remove(stages.plan)
-    searched = _all_searched(context.problem)
-    proven = searched and every and not ties and all(best.proven for best in bests)
+    cuts = [_without_cut(context, seeds, end) for end in _cuts(present.proposal, busiest)]
+    every = len(cuts) == len(present.proposal.ends) - 1
+    kinds = [*cuts, _other_devices(context), stages]
+    plans = [plan for kind in kinds for plan in kind.plans]
+    ties = [plan for plan in plans if _as_fast(plan, present)]
+    slower = [plan for plan in plans if not _as_fast(plan, present)]
+    searched = problem.every_replica_count and all(name in SEARCHED for name in problem.schedules)
+    proven = searched and every and not ties and all(kind.proven for kind in kinds)
     return RunnersUp(
-        _rival(context, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
-        _rival(context, replace(stages, proven=searched and stages.proven), "number of stages"),
+        _rival(present, slower, "cuts, replicas or devices", proven=proven),
+        _rival(present, stages.plans, "number of stages", proven=searched and stages.proven),
         ties[0] if ties else None,
         (*slower, *ties),
     )
@@ -117,43 +115,27 @@ def _as_fast(plan: ScoredPlan, present: ScoredPlan) -> bool:
     return abs(plan.step_seconds - present.step_seconds) <= 10 * TIE * present.step_seconds
 
 
-def _rival(context: ExplainContext, best: _Best, differs: str) -> RunnerUp:
-    plan, own = best.plan, context.present.step_seconds
-    return RunnerUp(
-        differs=differs,
-        plan=None if plan is None else plan_row(plan, exact=best.proven),
-        slower=None if plan is None else plan.step_seconds / own - 1,
-        proven=best.proven,
-    )
+def _rival(present: ScoredPlan, plans: Sequence[ScoredPlan], differs: str, *, proven: bool) -> RunnerUp:
+    plan = min(plans, key=lambda plan: plan.step_seconds, default=None)
+    if plan is None:
+        return RunnerUp(differs=differs, plan=None, slower=None, proven=proven)
+    slower = plan.step_seconds / present.step_seconds - 1
+    return RunnerUp(differs=differs, plan=plan_row(plan, exact=proven), slower=slower, proven=proven)
 
 
-def _fastest(plans: Iterable[ScoredPlan | None]) -> ScoredPlan | None:
-    fitting = [plan for plan in plans if plan is not None]
-    return min(fitting, key=lambda plan: plan.step_seconds, default=None)
+def _other_stage_counts(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Others:
+    """The best plan with another number of stages."""
+    problem, present = context.problem, context.present.proposal
 
+    def stages(proposal: Proposal) -> int:
+        return len(proposal.ends) // proposal.config.virtual_stages
 
-def _counts(proposal: Proposal) -> int:
-    return len(proposal.ends) // proposal.config.virtual_stages
-
-
-def _other_stage_counts(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Best:
-    problem, own = context.problem, _counts(context.present.proposal)
-    counts = [count for count in problem.stage_counts if count != own]
-    others = [seed.proposal for seed in seeds if _counts(seed.proposal) != own]
-    return _search_counts(problem, counts, others)
-
-
-def _search_counts(problem: Problem, counts: Sequence[int], seeds: Sequence[Proposal]) -> _Best:
-    """The best plan of so many stages; seeds of schedules that are not searched count, too."""
-    linear = [seed for seed in seeds if seed.config.schedule in SEARCHED]
-    result = search_near(problem.space, problem.families, counts, linear, SECONDS / 4)
-    other = fastest(problem.space, [seed for seed in seeds if seed.config.schedule not in SEARCHED])
-    return _Best(_fastest([result.best, other]), result.exact)
-
-
-def _all_searched(problem: Problem) -> bool:
-    """Whether no plan is outside what is searched."""
-    return problem.every_replica_count and all(name in SEARCHED for name in problem.schedules)
+    families, counts = list_near_families(problem, [present])
+    counts = [count for count in counts if count != stages(present)]
+    others = [seed.proposal for seed in seeds if stages(seed.proposal) != stages(present)]
+    result = search_near(problem.space, families, counts, others, SECONDS / 4)
+    every = problem.usable_gpus <= MANY
+    return _Others([] if result.best is None else [result.best], result.exact and every)
 
 
 def _cuts(proposal: Proposal, busiest: int) -> list[int]:
@@ -163,62 +145,61 @@ def _cuts(proposal: Proposal, busiest: int) -> list[int]:
     return [proposal.ends[cut] for cut in sorted(nearest)]
 
 
-def _without_cut(context: ExplainContext, seeds: Sequence[ScoredPlan], end: int) -> _Best:
+def _without_cut(context: ExplainContext, seeds: Sequence[ScoredPlan], end: int) -> _Others:
     """The best plan of as many stages without a cut before layer `end`, and those as fast."""
     present, must_cut = context.present, context.problem.space.limits.must_cut
-    index, forbidden = present.proposal.ends.index(end), [end]
-    ties: list[ScoredPlan] = []
-    while len(ties) < TIES and forbidden[-1] - 1 not in must_cut:
-        best = _without(context, seeds, forbidden)
-        if best.plan is None or not _as_fast(best.plan, present):
-            return replace(best, ties=tuple(ties))
-        ties.append(best.plan)
-        forbidden.append(best.plan.proposal.ends[index])
-    return _Best(None, proven=not ties, ties=tuple(ties))
+    index, forbidden, plans = present.proposal.ends.index(end), [end], list[ScoredPlan]()
+    while len(plans) < TIES and forbidden[-1] - 1 not in must_cut:
+        plan, proven = _without(context, seeds, forbidden)
+        if plan is None:
+            return _Others(plans, proven)
+        plans.append(plan)
+        if not _as_fast(plan, present):
+            return _Others(plans, proven)
+        forbidden.append(plan.proposal.ends[index])
+    return _Others(plans, proven=not plans)
 
 
-def _without(context: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Sequence[int]) -> _Best:
+def _without(
+    context: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Sequence[int]
+) -> tuple[ScoredPlan | None, bool]:
     """The best plan of as many stages without cuts before these layers, the first of which is one of the
-    plan's own."""
-    problem, present = context.problem, context.present
-    own, parts = problem.space, len(present.proposal.ends)
-    proposals = [
-        *(seed.proposal for seed in seeds if len(seed.proposal.ends) == parts),
-        *_move_cut(problem, present.proposal, forbidden[0]),
-    ]
-    others = [proposal for proposal in proposals if not set(forbidden) & set(proposal.ends)]
+    plan's own; and whether there is no better one."""
+    problem, present = context.problem, context.present.proposal
+    space, parts = problem.space, len(present.ends)
+    proposals = [seed.proposal for seed in seeds if len(seed.proposal.ends) == parts]
+    proposals += filter(problem.allows, _near(problem, present, devices=0))
+    others = [own for own in proposals if not set(forbidden) & set(own.ends) and len(own.ends) == parts]
     if present.config.schedule not in SEARCHED:
-        return _Best(fastest(own, others), proven=False)
-    cut_after = own.chain.cut_after.copy()
+        return fastest(space, others), False
+    cut_after = space.chain.cut_after.copy()
     cut_after[np.array(forbidden) - 1] = False
-    space = with_cuts(own, cut_after)
+    space = with_cuts(space, cut_after)
     if parts > space.chain.max_stages:
-        return _Best(None, proven=True)
-    result = search_near(space, problem.families, [parts], others, SECONDS / 8)
-    return _Best(result.best, result.exact)
+        return None, True
+    families, _ = list_near_families(problem, [present])
+    result = search_near(space, families, [parts], others, SECONDS / 8)
+    return result.best, result.exact and problem.usable_gpus <= MANY
 
 
-def _move_cut(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]:
-    """The plan with one cut at the next place before or after."""
-    cut_points = list(problem.space.table(problem.chain.sizes[0]).cut_points)
-    at, index = cut_points.index(end), proposal.ends.index(end)
-    for step in (-1, 1):
-        moved = cut_points[at + step]
-        ends = (*proposal.ends[:index], moved, *proposal.ends[index + 1 :])
-        if all(a < b for a, b in zip((0, *ends), ends, strict=False)):
-            changed = replace(proposal, ends=ends)
-            if problem.allows(changed):
-                yield changed
+def _near(problem: Problem, proposal: Proposal, devices: int) -> Iterator[Proposal]:
+    """The plan with a cut moved by a place or, on at most so many devices, other replicas."""
+    cut_points = problem.space.table(problem.chain.sizes[0]).cut_points
+    for ends, replicas in near_shapes(cut_points, proposal.ends, proposal.replicas, devices):
+        if replicas == proposal.replicas:
+            yield replace(proposal, ends=ends)
+        elif ends == proposal.ends:
+            yield replicated_pipeline(proposal.config, ends, replicas)
 
 
-def _other_devices(context: ExplainContext) -> _Best:
+def _other_devices(context: ExplainContext) -> _Others:
     """The best with the plan's cuts and other replicas, or devices that make a difference."""
     problem, present = context.problem, context.present
     if present.config.virtual_stages > 1 or present.config.schedule not in SEARCHED:
-        return _Best(None, proven=False)
+        return _Others([], proven=False)
     shapes, every = _shapes(problem, present.proposal)
     choices = [devices for devices in shapes if _differs(context, devices)]
-    ties: list[ScoredPlan] = []
+    plans = list[ScoredPlan]()
     while True:
         proposals = [
             proposal
@@ -227,9 +208,11 @@ def _other_devices(context: ExplainContext) -> _Best:
             if problem.allows(proposal := Proposal(config, present.proposal.ends, devices))
         ]
         best = fastest(problem.space, proposals)
-        if best is None or not _as_fast(best, present):
-            return _Best(best, every, tuple(ties))
-        ties.append(best)
+        if best is None:
+            return _Others(plans, every)
+        plans.append(best)
+        if not _as_fast(best, present):
+            return _Others(plans, every)
         choices.remove(best.proposal.devices)
 
 
@@ -250,7 +233,8 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     are all."""
     size = max(config.micro_batch_size for config in problem.configs)
     families = {(id(family.placement), family.replicas): family for family in problem.families}
-    shapes, every = dict.fromkeys(_neighbours(problem, proposal)), True
+    near = _near(problem, proposal, problem.usable_gpus)
+    shapes, every = dict.fromkeys(own.devices for own in near if own.ends == proposal.ends), True
     for family in families.values():
         allowed = [count for count in family.replicas if count <= size]
         runs = list(islice(_list_shapes(problem, family, len(proposal.ends), allowed), MOST_LISTED + 1))
@@ -259,16 +243,6 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     own = proposal.replicas
     nearest = sorted(shapes, key=lambda shape: sum(abs(len(a) - b) for a, b in zip(shape, own, strict=True)))
     return nearest[:MOST_SHAPES], every and len(nearest) <= MOST_SHAPES
-
-
-def _neighbours(problem: Problem, proposal: Proposal) -> Iterator[Shape]:
-    """A device more or less on one stage, or moved from one to another."""
-    own = proposal.replicas
-    for giver in (None, *range(len(own))):
-        for taker in (None, *range(len(own))):
-            counts = [r + (stage == taker) - (stage == giver) for stage, r in enumerate(own)]
-            if giver != taker and min(counts) > 0 and sum(counts) <= problem.usable_gpus:
-                yield replicated_pipeline(proposal.config, proposal.ends, counts).devices
 
 
 def _list_shapes(problem: Problem, family: Family, stages: int, allowed: Sequence[int]) -> Iterator[Shape]:
@@ -327,9 +301,6 @@ class Sensitivity(Record):
     above: Crossover | None
 
 
-Varied = Callable[[float], Problem]
-
-
 @dataclass(frozen=True)
 class _Variation:
     """What is varied, from which factor to which, and whether all plans become faster with a larger one."""
@@ -337,7 +308,7 @@ class _Variation:
     what: str
     ends: tuple[float, float]
     faster_above: bool
-    varied: Varied
+    varied: Callable[[float], Problem]
 
 
 def sensitivities(
@@ -345,61 +316,49 @@ def sensitivities(
 ) -> Iterator[Sensitivity]:
     """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
     that stage."""
-    first, end = _heaviest(context, busiest)
+    problem, present = context.problem, context.present
+    assembly = context.assembly
+    # Its first part where it has several.
+    part = min(part for place, part in assembly.program.parts_by_slot.items() if place.device == busiest)
+    first, end = present.proposal.bounds[part]
+    where, ranks = f"stage {busiest}", assembly.ranks[busiest]
+    if present.config.virtual_stages > 1:
+        where = f"the first part of {'device' if len(ranks) == 1 else 'devices'} {ranges(ranks)}"
     layers = _Variation(
-        f"seconds of the {_heaviest_in_words(context, busiest, end - first)}",
+        f"seconds of the {'layer' if end - first == 1 else 'layers'} of {where}",
         (1 / WIDEST_SECONDS, WIDEST_SECONDS),
         False,
-        lambda f: with_slower_layers(context.problem, first, end, f),
+        lambda f: with_slower_layers(problem, first, end, f),
     )
-    for one in _links(context.problem):
+    for one in _links(problem):
         yield _reach(context, seeds, one)
     own = _reach(context, seeds, layers)
     yield own.model_copy(update={"first_layer": first, "last_layer": end - 1})
 
 
 def _links(problem: Problem) -> Iterator[_Variation]:
-    topology = problem.topology
-    if problem.gpus > 1:
-        yield _Variation(
-            "bandwidth of all links",
-            bandwidth_range(topology, WIDEST_BANDWIDTH),
-            True,
-            lambda f: with_topology(problem, with_bandwidth(topology, f)),
-        )
-    if problem.gpus > topology.gpus_per_node > 1:
-        yield _Variation(
-            "bandwidth between nodes",
-            bandwidth_range(topology, WIDEST_BANDWIDTH, between_nodes=True),
-            True,
-            lambda f: with_topology(problem, with_bandwidth(topology, f, between_nodes=True)),
-        )
+    """All links where there are some, and those between nodes where there are others."""
+    topology, several_nodes = problem.topology, problem.gpus > problem.topology.gpus_per_node > 1
+    for what, between, there_are in (
+        ("of all links", False, problem.gpus > 1),
+        ("between nodes", True, several_nodes),
+    ):
+        if there_are:
+            yield _Variation(
+                f"bandwidth {what}",
+                bandwidth_range(topology, WIDEST_BANDWIDTH, between_nodes=between),
+                True,
+                lambda f, between=between: replace(  # type: ignore[misc]
+                    problem, topology=with_bandwidth(topology, f, between_nodes=between)
+                ),
+            )
 
 
-def _heaviest(context: ExplainContext, stage: int) -> tuple[int, int]:
-    """The layers of a stage: of its first part where it has several."""
-    assembly = context.assembly
-    part = min(part for place, part in assembly.program.parts_by_slot.items() if place.device == stage)
-    return context.present.proposal.bounds[part]
-
-
-def _heaviest_in_words(context: ExplainContext, stage: int, layers: int) -> str:
-    noun = "layer" if layers == 1 else "layers"
-    if context.present.config.virtual_stages == 1:
-        return f"{noun} of stage {stage}"
-    ranks = context.assembly.ranks[stage]
-    return f"{noun} of the first part of {'device' if len(ranks) == 1 else 'devices'} {ranges(ranks)}"
-
-
-def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:
-    contest = _PlanRace(context.present, range.varied, range.faster_above, list(seeds))
-    least, most = range.ends
+def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], variation: _Variation) -> Sensitivity:
+    race = _PlanRace(context.present, variation.varied, variation.faster_above, list(seeds))
+    least, most = variation.ends
     return Sensitivity(
-        what=range.what,
-        least=least,
-        most=most,
-        below=contest.turn(least),
-        above=contest.turn(most),
+        what=variation.what, least=least, most=most, below=race.turn(least), above=race.turn(most)
     )
 
 
@@ -409,7 +368,7 @@ class _PlanRace:
     (`faster_above`), or slower. Problems are kept, with their tables of stages."""
 
     present: ScoredPlan
-    varied: Varied
+    varied: Callable[[float], Problem]
     faster_above: bool
     rivals: list[ScoredPlan]
     _problems: dict[float, Problem] = field(default_factory=dict)
@@ -419,25 +378,16 @@ class _PlanRace:
         """Where between 1 and `end` the plan is first beaten; None where the range ends at 1."""
         if self._safe(end):
             return None
-        factor = self._first(end)
+        turn = self._first(end)
+        # Where the problem is solved again: powers of a factor.
+        probes = (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
         for _ in range(ROUNDS):
-            probed = end if factor is None else factor
-            new = [self._solve(probed**share) for share in self._probes]
-            if not any(new):
+            probed = end if turn is None else turn.factor
+            found = [self._solve(probed**share) for share in probes]
+            if not any(found):
                 break
-            factor = self._first(end)
-        return None if factor is None else self._turn(factor)
-
-    @property
-    def _probes(self) -> tuple[float, ...]:
-        """Where the problem is solved again: powers of a factor."""
-        return (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
-
-    def _turn(self, factor: float) -> Crossover | None:
-        plan, rival = self._scores(factor)
-        if plan is None or rival is None:
-            return None
-        return Crossover(factor=factor, plan_seconds=plan.step_seconds, rival=plan_row(rival))
+            turn = self._first(end)
+        return turn
 
     def _safe(self, end: float) -> bool:
         """Whether no plan can be better between 1 and `end`. All become slower on the way, or all faster: the
@@ -460,10 +410,10 @@ class _PlanRace:
         if factor in self._solved:
             return False
         self._solved.add(factor)
-        plan_there = resolve(self._problem(factor), [self.present, *self.rivals], SECONDS / 4).best
+        known = [self.present, *self.rivals]
+        plan_there = resolve(self._problem(factor), known, SECONDS / 4).best
         plan, _ = self._scores(factor)
-        proposals = {rival.proposal for rival in (self.present, *self.rivals)}
-        if plan_there is None or plan is None or plan_there.proposal in proposals:
+        if plan_there is None or plan is None or plan_there.proposal in [own.proposal for own in known]:
             return False
         self.rivals.append(plan_there)
         return plan_there.step_seconds < plan.step_seconds * (1 - WORTH)
@@ -474,31 +424,24 @@ class _PlanRace:
         allowed = [rival.proposal for rival in self.rivals if problem.allows(rival.proposal)]
         return fastest(problem.space, [self.present.proposal]), fastest(problem.space, allowed)
 
-    def _beaten(self, factor: float) -> bool:
+    def _beaten(self, factor: float) -> Crossover | None:
+        """The rival that beats the plan."""
         plan, rival = self._scores(factor)
-        if plan is None or rival is None:
-            return False
-        return rival.step_seconds < plan.step_seconds * (1 - WORTH)
+        if plan is None or rival is None or rival.step_seconds >= plan.step_seconds * (1 - WORTH):
+            return None
+        return Crossover(factor=factor, plan_seconds=plan.step_seconds, rival=plan_row(rival))
 
-    def _first(self, end: float) -> float | None:
-        """The factor nearest to 1 at which a known rival beats the plan, to the accuracy of the steps."""
-        best_factor = 1.0
-        for factor in _outwards(end):
-            if self._beaten(factor):
-                return self._bisect(best_factor, factor)
-            best_factor = factor
-        return None
-
-    def _bisect(self, inner: float, beaten: float) -> float:
-        for _ in range(HALVINGS):
-            middle = (inner * beaten) ** 0.5
-            if self._beaten(middle):
-                beaten = middle
-            else:
-                inner = middle
-        return beaten
-
-
-def _outwards(end: float) -> Iterator[float]:
-    """From near 1 to `end`, in equal ratios."""
-    return (end ** (step / STEPS) for step in range(1, STEPS + 1))
+    def _first(self, end: float) -> Crossover | None:
+        """The factor nearest to 1 at which a known rival beats the plan, by steps outwards in equal ratios
+        and bisections of the last one."""
+        inner = 1.0
+        for step in range(1, STEPS + 1):
+            turn = self._beaten(end ** (step / STEPS))
+            if turn is not None:
+                break
+            inner = end ** (step / STEPS)
+        for _ in range(HALVINGS if turn is not None else 0):
+            middle = (inner * turn.factor) ** 0.5
+            nearer = self._beaten(middle)
+            turn, inner = (turn, middle) if nearer is None else (nearer, inner)
+        return turn

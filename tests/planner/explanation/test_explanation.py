@@ -18,10 +18,8 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.explanation.explain_context import (
     MANY,
     resolve,
-    resolve_fully,
     with_bandwidth,
     with_slower_layers,
-    with_topology,
 )
 from pplan.planner.explanation.rivals import WORTH, Sensitivity, runners_up, sensitivities
 from pplan.planner.explanation.step_limits import find_limits
@@ -150,7 +148,7 @@ def test_how_far_it_holds_is_what_a_scan_finds(
         seen += agrees(
             links,
             question,
-            lambda f, p=problem: with_topology(p, with_bandwidth(p.topology, f)),  # type: ignore[misc]
+            lambda f, p=problem: replace(p, topology=with_bandwidth(p.topology, f)),  # type: ignore[misc]
         )
         assert layers.first_layer is not None
         assert layers.last_layer is not None
@@ -344,7 +342,7 @@ def test_what_solving_from_the_beginning_finds_counts(
     slower = replace(best.best, step_seconds=2 * best.best.step_seconds)
     for exact, expected in ((False, best.best), (True, slower)):
         far = replace(best, best=slower, exact=exact)
-        monkeypatch.setattr("pplan.planner.explanation.explain_context.resolve", lambda *_, far=far: far)
-        answer = resolve_fully(own.question.problem, []).best
+        monkeypatch.setattr("pplan.planner.explanation.explain_context.joint_search", lambda *_, far=far: far)
+        answer = resolve(own.question.problem, [], fully=True).best
         assert answer is not None
         assert answer.step_seconds == expected.step_seconds

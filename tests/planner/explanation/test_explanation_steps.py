@@ -15,8 +15,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.explanation import explanation as module
 from pplan.planner.explanation.explain_context import SECONDS, make_context
-from pplan.planner.explanation.explanation import _faster, _made_for, _notes, _WorkShare, solve_what_ifs
-from pplan.planner.plan_file import TIE
+from pplan.planner.explanation.explanation import _made_for, _notes, solve_what_ifs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 
@@ -43,13 +42,13 @@ def test_each_change_by_itself(
     )
     asked = list[Problem]()
 
-    def resolve(own: Problem, seeds: Any, seconds: float) -> Any:
-        assert (seeds, seconds) == (["seed"], SECONDS / 2)
+    def resolve(own: Problem, seeds: Any, seconds: float, *, fully: bool) -> Any:
+        assert (seeds, seconds, fully) == (["seed"], SECONDS / 2, True)
         asked.append(own)
         return SimpleNamespace(best=SimpleNamespace(step_seconds=3.2), exact=len(asked) % 2 == 0)
 
-    monkeypatch.setattr(module, "resolve_fully", resolve)
-    monkeypatch.setattr(module, "plan_row", lambda _: None)
+    monkeypatch.setattr(module, "resolve", resolve)
+    monkeypatch.setattr(module, "plan_row", lambda _, **__: None)
     context: Any = SimpleNamespace(
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
     )
@@ -78,16 +77,16 @@ def test_changes_without_a_plan(
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="CPU")
-    monkeypatch.setattr(module, "resolve_fully", lambda *_: SimpleNamespace(best=None, exact=True))
+    monkeypatch.setattr(module, "resolve", lambda *_, **__: SimpleNamespace(best=None, exact=True))
     answers = list(solve_what_ifs(context, [], plan, launches=False))
     assert answers[0].change == "one more CPU"
     # There is no memory to double.
     assert [(own.plan, own.reason, own.proven) for own in answers] == [(None, "no plan fits", False)] * 4
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise UsageError("it cannot be", "")
 
-    monkeypatch.setattr(module, "resolve_fully", refuse)
+    monkeypatch.setattr(module, "resolve", refuse)
     answers = list(solve_what_ifs(context, [], plan, launches=False))
     assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 4
 
@@ -103,27 +102,6 @@ def test_one_more_of_two_kinds_of_devices(make_chain: MakeChain, make_topology: 
     first = next(solve_what_ifs(context, [], plan, launches=False))
     words = "not solved: there are 2 kinds of devices"
     assert (first.change, first.plan, first.reason) == ("one more GPU", None, words)
-
-
-def test_the_share_of_the_work(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(module, "_SEARCHES", 10)
-    told = list[float]()
-    share = _WorkShare(told.append)
-    share.add(1)
-    share.add(4)
-    assert list(share.each("ab", 2)) == ["a", "b"]
-    share.add(4)
-    assert told == [0.1, 0.5, 0.7, 0.9, 1.0]
-
-
-def test_what_is_faster() -> None:
-    def plan(seconds: float) -> Any:
-        return SimpleNamespace(step_seconds=seconds)
-
-    assert _faster(None, plan(1.0)) is None
-    assert _faster(plan(1.0 - TIE / 2), plan(1.0)) is None
-    better = plan(1.0 - 2 * TIE)
-    assert _faster(better, plan(1.0)) is better
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ segments; and which bound a row of a comparison is held against."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -14,22 +13,12 @@ import pytest
 
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.explanation import compare, step_limits
-from pplan.planner.explanation import explain_context as module
 from pplan.planner.explanation.compare import ComparisonRow, _of_planner, _of_planners, _proven_bound
-from pplan.planner.explanation.explain_context import (
-    MANY,
-    _is_near,
-    _score_seeds,
-    _suited,
-    resolve_fully,
-    search_near,
-)
 from pplan.planner.explanation.step_limits import Segment, _by_kind, _by_place, find_busiest
 from pplan.planner.joint_search import BEST
 from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.branch_and_bound import SearchResult
-from pplan.planner.search.budget import WORK_A_SECOND
 
 Patch = pytest.MonkeyPatch
 
@@ -60,130 +49,11 @@ def problem(gpus: int = 4, **more: Any) -> Any:
         "modes": lambda schedule: ("never", "always") if schedule == "1f1b" else ("by_stage",),
         "allows": lambda own: len(own.ends) > 1,
     }
-    return Problem(**(known | more))
-
-
-class Problem(SimpleNamespace):
-    """With what `replace` needs."""
-
-    def __replace__(self, **more: Any) -> Any:
-        return Problem(**(vars(self) | more))
-
-
-@pytest.fixture(autouse=True)
-def replaced(monkeypatch: Patch) -> None:
-    """`replace` of the stand-in, too."""
-    monkeypatch.setattr(
-        module,
-        "replace",
-        lambda own, **more: own.__replace__(**more) if isinstance(own, Problem) else replace(own, **more),
-    )
+    return SimpleNamespace(**(known | more))
 
 
 def result(best: ScoredPlan | None, *, exact: bool = True) -> SearchResult:
     return SearchResult(best, 0.5, 0.5, exact=exact)
-
-
-def test_which_search_solves_again(monkeypatch: Patch) -> None:
-    """All of it of few devices; of many what is near the seeds, of which nothing is proven then."""
-    asked = list[Any]()
-    monkeypatch.setattr(module, "_score_seeds", lambda space, seeds: ("scored", space, list(seeds)))
-
-    def joint(problem: Any, seeds: Any) -> str:
-        asked.append((problem, seeds))
-        return "joint"
-
-    monkeypatch.setattr(module, "joint_search", joint)
-    monkeypatch.setattr(module, "search_near", lambda *own: asked.append(own) or result(plan(1.0)))  # type: ignore[func-returns-value]
-    solve: Any = module.resolve
-    seeds = [plan(1.0, 3), plan(2.0, 5), plan(1.0, 1)]
-    assert solve(problem(MANY), seeds, 3.0) == "joint"
-    own, (_, space, proposals) = asked.pop()
-    assert (own.options.time_limit, space) == (3.0, "space")
-    assert proposals == [seeds[0].proposal, seeds[1].proposal]
-    near = solve(problem(MANY + 1), seeds, 3.0)
-    assert (near.best, near.exact) == (plan(1.0), False)
-    space, families, counts, proposals, seconds = asked.pop()
-    assert [own.config.micro_batch_size for own in families] == [1, 2, 4]
-    assert (counts, seconds, space) == ([2, 3, 4, 5, 6, 7, 8, 9, 10], 3.0, "space")
-    assert proposals == [seeds[0].proposal, seeds[1].proposal]
-    assert solve(problem(MANY + 1), [seeds[0]]).exact is False
-    assert asked.pop()[2] == [2, 3, 4, 5, 6]
-    assert solve(problem(MANY + 1), []) == "joint"
-    assert solve(problem(MANY + 1, schedules=("1f1b", "zb-h1")), seeds) == "joint"
-
-
-def test_solving_from_the_beginning(monkeypatch: Patch) -> None:
-    """Where nothing is proven, of few devices: the faster of both, and the first of equal ones."""
-    other, first = result(plan(1.0), exact=False), result(plan(2.0), exact=False)
-    asked = list[float]()
-
-    def find(own: Any) -> Any:
-        asked.append(own.options.time_limit)
-        return SimpleNamespace(result=other)
-
-    monkeypatch.setattr(module, "find_best_plan", find)
-    monkeypatch.setattr(module, "resolve", lambda *_: first)
-    assert resolve_fully(problem(), [], 3.0) is other
-    assert asked == [3.0]
-    assert resolve_fully(problem(MANY + 1), [], 3.0) is first
-    assert len(asked) == 1
-    assert resolve_fully(problem(MANY), [], 3.0) is other
-    other = result(plan(2.0))
-    assert resolve_fully(problem(), [], 3.0) is first
-    other = result(None)
-    assert resolve_fully(problem(), [], 3.0) is first
-    first, other = result(None, exact=False), result(plan(9.0))
-    assert resolve_fully(problem(), [], 3.0) is other
-    del asked[:]
-    resolve_fully(problem(heuristic_schedules=("zb-h1",)), [], 3.0)
-    assert asked == [module.OTHERS_LONGER * 3.0]
-    assert module.OTHERS_LONGER > 1
-    first, count = result(plan(5.0)), len(asked)
-    assert resolve_fully(problem(), [], 3.0) is first
-    assert len(asked) == count
-
-
-def test_what_is_near_seeds() -> None:
-    for size, near in ((1, False), (2, True), (3, True), (8, True), (9, False)):
-        assert _is_near(plan(0.0, size=size).config, [plan(0.0, size=4).proposal]) == near
-    assert _is_near(plan(0.0, size=1).config, [plan(0.0, size=4).proposal, plan(0.0, size=2).proposal])
-    assert not _is_near(plan(0.0).config, [])
-
-
-def test_the_part_of_a_space(monkeypatch: Patch) -> None:
-    """With as much work as seconds, from the seeds."""
-    monkeypatch.setattr(module, "_score_seeds", lambda *own: own)
-    monkeypatch.setattr(module, "search", lambda *own: own)
-    near: Any = search_near
-    own = near("space", ["families"], [2, 3], ["seeds"], 2.0)
-    assert own == ("space", ["families"], [2, 3], ("space", ["seeds"]), 2.0 * WORK_A_SECOND)
-
-
-def test_seeds_are_scored_anew(monkeypatch: Patch) -> None:
-    """The fastest of the schedules that are searched, and of the others."""
-    known = [plan(2.0), plan(1.0, 3, "gpipe"), plan(0.5, schedule="zb-h1"), plan(0.7, 3, "zb-h1")]
-    steps = {own.proposal: own for own in known}
-
-    def fastest(_: Any, own: Sequence[Proposal]) -> ScoredPlan | None:
-        return min((steps[each] for each in own), key=lambda each: each.step_seconds, default=None)
-
-    monkeypatch.setattr(module, "fastest", fastest)
-    score: Any = _score_seeds
-    assert score("space", [own.proposal for own in known]) == [known[1], known[2]]
-    assert score("space", [known[3].proposal]) == [known[3]]
-    assert score("space", []) == []
-
-
-def test_seeds_as_a_problem_lets_them_recompute() -> None:
-    """As they do, where it may be, else in all ways; of the same global batch."""
-    own = problem()
-    seed, other = plan(1.0), plan(1.0, schedule="gpipe")
-    assert list(_suited(own, [seed, plan(1.0, 1), plan(1.0, count=3)])) == [seed.proposal]
-    (found,) = _suited(own, [other])
-    assert found == replace(other.proposal, config=replace(other.config, recompute="by_stage"))
-    both = problem(modes=lambda _: ("by_stage", "always"))
-    assert [each.config.recompute for each in _suited(both, [seed])] == ["by_stage", "always"]
 
 
 PATH = [
@@ -225,7 +95,7 @@ def test_what_memory_forbids(monkeypatch: Patch) -> None:
     context: Any = SimpleNamespace(problem=problem(space=SimpleNamespace(limit=limit)), present=plan(4.0))
     monkeypatch.setattr(step_limits, "with_memory", lambda own, factor: (own.gpus, factor))
     monkeypatch.setattr(step_limits, "resolve", solve)
-    monkeypatch.setattr(step_limits, "plan_row", lambda own: own)
+    monkeypatch.setattr(step_limits, "plan_row", lambda own, **_: own)
     find: Any = step_limits._without_memory_limit
     assert find(context, [plan(3.5)]) == (plan(3.0), True)
     assert asked == [range(4), ((4, None), [plan(3.5)])]

@@ -16,8 +16,7 @@ from pplan.planner.explanation.explain_context import search_near
 from pplan.planner.explanation.rivals import (
     _cuts,
     _differs,
-    _move_cut,
-    _neighbours,
+    _near,
     _runs,
     _shapes,
     runners_up,
@@ -43,11 +42,14 @@ def four(make_chain: MakeChain, make_topology: MakeTopology) -> Problem:
 
 def test_a_device_more_or_less_or_moved(four: Problem) -> None:
     """Of two replicas and one, on four devices: none takes the only one."""
-    shapes = [tuple(map(len, own)) for own in _neighbours(four, proposal((4, 8), (0, 1), (2,)))]
-    assert sorted(shapes) == [(1, 1), (1, 2), (2, 2), (3, 1)]
-    full = [tuple(map(len, own)) for own in _neighbours(four, proposal((4, 8), (0, 1), (2, 3)))]
-    assert sorted(full) == [(1, 2), (1, 3), (2, 1), (3, 1)]
-    assert ((0,), (1, 2, 3)) in set(_neighbours(four, proposal((4, 8), (0, 1), (2, 3))))
+
+    def shapes(own: Proposal) -> list[tuple[int, ...]]:
+        return sorted(each.replicas for each in _near(four, own, 4) if each.ends == own.ends)
+
+    assert shapes(proposal((4, 8), (0, 1), (2,))) == [(1, 1), (1, 2), (2, 2), (3, 1)]
+    assert shapes(proposal((4, 8), (0, 1), (2, 3))) == [(1, 2), (1, 3), (2, 1), (3, 1)]
+    near = [own.devices for own in _near(four, proposal((4, 8), (0, 1), (2, 3)), 4)]
+    assert ((0,), (1, 2, 3)) in near
 
 
 def test_runs_of_an_order(make_topology: MakeTopology) -> None:
@@ -85,10 +87,12 @@ def test_the_cuts_next_to_the_busiest_stage() -> None:
 
 
 def test_a_cut_at_the_next_place(four: Problem) -> None:
-    moved = {own.ends for own in _move_cut(four, proposal((3, 4, 8), (0,), (1,), (2,)), 4)}
-    assert moved == {(3, 5, 8)}  # before it there is the other cut
-    assert {own.ends for own in _move_cut(four, proposal((1, 8), (0,), (1,)), 1)} == {(2, 8)}
-    assert {own.ends for own in _move_cut(four, proposal((4, 8), (0,), (1,)), 4)} == {(3, 8), (5, 8)}
+    def moved(own: Proposal) -> set[tuple[int, ...]]:
+        return {each.ends for each in _near(four, own, 0)}
+
+    assert moved(proposal((3, 4, 8), (0,), (1,), (2,))) == {(2, 4, 8), (3, 5, 8)}
+    assert moved(proposal((1, 8), (0,), (1,))) == {(2, 8)}
+    assert moved(proposal((4, 8), (0,), (1,))) == {(3, 8), (5, 8)}
 
 
 def test_devices_that_make_another_plan(

@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.explanation.explain_context import resolve_fully, with_topology
+from pplan.planner.explanation.explain_context import resolve
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -61,9 +61,9 @@ def test_one_more_device_under_zero_bubble_v(make_chain: Callable[..., Chain]) -
     problem = Problem(chain, topology, PlanOptions(mini_batch=4, schedule="zb-v"))
     own = find_best_plan(problem).best
     assert own is not None
-    more = with_topology(problem, topology.with_gpus(3))
+    more = replace(problem, topology=topology.with_gpus(3))
     best = fastest(more.space, list_plans(more))
-    answer = resolve_fully(more, [own], 0.5)
+    answer = resolve(more, [own], 0.5, fully=True)
     assert best is not None
     assert answer.best is not None
     assert answer.best.step_seconds <= best.step_seconds * (1 + 1e-9)
