@@ -29,6 +29,7 @@ from ..cost_models.memory import (
     Training,
     count_first_layers,
     device_ledger,
+    ledger,
     offload_saved,
     receive_ahead,
     repeat_word,
@@ -40,6 +41,7 @@ from ..cost_models.program import Program, Schedule, StageSlot
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.step_costs import Costs, Hosts, recompute_shares
 from ..cost_models.topology import Device, Topology
+from .candidate import SEARCHED
 from .replica_exchange import (
     ReplicaExchange,
     bytes_at_end,
@@ -129,21 +131,30 @@ class Assembly:
 
     def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
-        it is given."""
-        options = self.ledger_options(device)
+        it is given. Of 1F1B and GPipe by the closed form."""
+        options, word = self.ledger_options(device), whole_word(recompute or self.recompute[device])
+        chunks = self.chunk_bytes(device, recompute)
+        replicas = len(self.part_ranks(self.program.parts_by_slot[StageSlot(device)]))
+        stages, count = self.program.devices, self.program.micro_batches
+        if self.schedule.name in SEARCHED:
+            in_flight = self.schedule.in_flight(device, stages, count)
+            closed = ledger(
+                chunks[0],
+                in_flight=in_flight,
+                recompute=word,
+                optimizer=self.optimizer,
+                replicas=replicas,
+                **options,
+            )
+            return {name: float(amount) for name, amount in closed.items()}
         return device_ledger(
             self.program,
             device,
-            self.chunk_bytes(device, recompute),
-            Training(
-                self.optimizer,
-                options["precision"],
-                len(self.part_ranks(self.program.parts_by_slot[StageSlot(device)])),
-                self.zero,
-            ),
-            recompute=whole_word(recompute or self.recompute[device]),
+            chunks,
+            Training(self.optimizer, options["precision"], replicas, self.zero),
+            recompute=word,
             weight_versions=self.schedule.chunk_versions
-            or self.schedule.weight_versions(device, self.program.devices, self.program.micro_batches),
+            or self.schedule.weight_versions(device, stages, count),
             copies=self.schedule.copies,
             context_bytes=options["context_bytes"],
             ahead=self._is_ahead,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_count
 from ..cost_models.schedules import find_schedule, xpipe_staleness
 from ..cost_models.step_costs import Costs
-from ..cost_models.timeline import steady_state
+from ..cost_models.timeline import simulate, steady_state
 from .assembly import Assembly
 from .candidate import PipelineConfig, Proposal, ScoredPlan
 from .scoring import assemble, device_modes
@@ -70,16 +71,19 @@ def score_endless(space: Space, proposal: Proposal) -> ScoredPlan | None:
     return ScoredPlan(proposal, by_part, steady_seconds(space, proposal, by_part))
 
 
+@lru_cache(maxsize=1)
 def assemble_candidate(space: Space, plan: ScoredPlan) -> Assembly:
-    """A candidate as it runs: on and on under an asynchronous schedule."""
+    """A candidate as it runs: on and on under an asynchronous schedule. The last one is remembered."""
     make = assemble_endless if plan.config.schedule in ASYNCHRONOUS else assemble
     return make(space, plan.proposal, plan.recompute)
 
 
-def steady_bubble(space: Space, plan: ScoredPlan) -> float:
-    """Idle share of the stages' time in the steady state."""
-    assembly = assemble_endless(space, plan.proposal, plan.recompute)
+def bubble(space: Space, plan: ScoredPlan) -> float:
+    """Idle share of the devices' time; of an asynchronous schedule in its steady state."""
+    assembly = assemble_candidate(space, plan)
     costs, stages = assembly.costs(), assembly.program.devices
+    if plan.config.schedule not in ASYNCHRONOUS:
+        return simulate(assembly.program, costs).bubble
     forward, backward = np.asarray(costs.forward), np.asarray(costs.backward)
     recompute = 0.0 if costs.recompute is None else costs.recompute * forward
     busy = float((forward + backward + recompute)[:, :, 0].sum()) * plan.config.micro_batches

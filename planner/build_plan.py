@@ -1,4 +1,4 @@
-"""From costs and options to a plan file, with its comparisons, warnings and notes."""
+"""From a candidate to a plan file, with its comparisons, warnings and notes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ..cost_models.topology import Topology
 from ..cost_models.topology_file import UNNAMED, to_toml
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
-from .asynchronous import assemble_candidate
+from .asynchronous import assemble_candidate, bubble
 from .candidate import Proposal, ScoredPlan
 from .coverage import describe_coverage, describe_search
-from .infeasible import no_plan_fits
-from .joint_search import JointSearchResult, find_best_plan
+from .joint_search import JointSearchResult
 from .plan_file import (
     BUFFER_WARNING,
     FIXED_PARTITION,
@@ -36,7 +35,6 @@ from .plan_file import (
 )
 from .plan_options import PlanOptions
 from .plan_simulation import (
-    bubble,
     list_prediction_limits,
     optimizer_note,
     optimizer_step,
@@ -49,38 +47,6 @@ from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 from .search.stage_recompute import stage_modes
 from .universal_bound import universal_bound
-
-
-def solve_problem(
-    chain: Chain,
-    topology: Topology,
-    options: PlanOptions,
-    *,
-    model: str,
-    profile: ProfileReference,
-    notes: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-    profiles: Mapping[str, Chain] | None = None,
-) -> Plan:
-    """The fastest plan of the searched space, with what was proven and what it is compared with.
-
-    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. Raises UsageError for options that cannot be, InfeasibleError where nothing fits.
-    """
-    problem = build_problem(chain, topology, options, profile, profiles or {}).with_time_limit()
-    answer = find_best_plan(problem)
-    if answer.best is None:
-        raise no_plan_fits(problem)
-    return build_plan(
-        problem,
-        answer.best,
-        answer.result,
-        answer,
-        model=model,
-        profile=profile,
-        notes=notes,
-        warnings=warnings,
-    )
 
 
 def build_problem(
@@ -153,7 +119,7 @@ def build_plan(
             text for size in sorted(sizes) if (text := space.table(size).costs.outside) and text not in limits
         ]
         update = optimizer_note(assembly, best.step_seconds, best.config.micro_batches)
-        notes = [*notes, *_notes(problem), *_offload_note(problem, best), *outside, *update]
+        notes = [*notes, *_notes(problem, best), *outside, *update]
     texts = {"warnings": unique([*warnings, *limits]), "notes": unique(notes)}
     return plan.model_copy(update=compared | texts)
 
@@ -163,39 +129,30 @@ def unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _offload_note(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
-    """What is taken for granted of copies to the host."""
-    host = problem.space.host
-    if host is None or OFFLOAD not in plan.recompute:
-        return
-    is_stated = problem.options.host_bandwidth is not None
-    source = "as given" if is_stated else "an assumption: 85 % of the GPU's PCIe link, shared with none"
-    yield (
-        f"what stages offload goes to the host's memory, and comes back, at {format_rate(host.bandwidth)} "
-        f"({source}), in turn with computing; nothing of it was measured on a GPU, and PyTorch rounds each "
-        "pinned tensor up to a power of two"
-    )
-
-
-def _notes(problem: Problem) -> list[str]:
-    gpus, runtime = problem.gpus, problem.runtime
-    notes = [
-        f"a {kind.name} is taken as {kind.speed:g} times as fast as the profiled device"
-        for kind in problem.topology.kinds
-        if kind.speed != 1
-    ]
+def _notes(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
+    """What is taken for granted of the devices, the runtime and copies to the host."""
+    gpus, runtime, host = problem.gpus, problem.runtime, problem.space.host
+    for kind in problem.topology.kinds:
+        if kind.speed != 1:
+            yield f"a {kind.name} is taken as {kind.speed:g} times as fast as the profiled device"
     if problem.precision.limitation:
-        notes.append(problem.precision.limitation)
+        yield problem.precision.limitation
     most = problem.space.chain.max_stages
     if gpus > most and runtime is not None and runtime.replicas == "none":
-        notes.append(
-            f"the allowed cuts make at most {format_count(most, 'stage')}, "
-            f"fewer than {format_count(gpus, 'device')}"
-        )
+        stages, devices = format_count(most, "stage"), format_count(gpus, "device")
+        yield f"the allowed cuts make at most {stages}, fewer than {devices}"
     if problem.usable_gpus < gpus and runtime is not None:
         usable = format_count(problem.usable_gpus, "device")
-        notes.append(f"{runtime.name} is one process: it reaches the {usable} of one node")
-    return notes
+        yield f"{runtime.name} is one process: it reaches the {usable} of one node"
+    if host is not None and OFFLOAD in plan.recompute:
+        source = "an assumption: 85 % of the GPU's PCIe link, shared with none"
+        if problem.options.host_bandwidth is not None:
+            source = "as given"
+        yield (
+            f"what stages offload goes to the host's memory, and comes back, at "
+            f"{format_rate(host.bandwidth)} ({source}), in turn with computing; nothing of it was measured "
+            "on a GPU, and PyTorch rounds each pinned tensor up to a power of two"
+        )
 
 
 def plan_partition(
@@ -235,7 +192,7 @@ def plan_partition(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
     )
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
-    assembly = assemble(problem.space, best.proposal, best.recompute)
+    assembly = assemble_candidate(problem.space, best)
     texts = [*lacking, *warnings, *list_machine_warnings(problem), *list_prediction_limits(assembly)]
     notes = unique([*notes, *optimizer_note(assembly, best.step_seconds)])
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": unique(texts), "notes": notes})
@@ -345,8 +302,7 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
         from .robust import estimate_interval  # most profiles have no spread
 
         interval = estimate_interval(problem.space, best)
-    assembly = assemble(problem.space, best.proposal, best.recompute)
-    update = optimizer_step(assembly, best.config.micro_batches)
+    update = optimizer_step(assemble_candidate(problem.space, best), best.config.micro_batches)
     return Prediction(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,

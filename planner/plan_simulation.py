@@ -35,7 +35,7 @@ from ..cost_models.timeline import SteadyState, Timeline, simulate, steady_state
 from ..cost_models.topology import Topology
 from ..cost_models.topology_file import TopologyFile, parse_topology
 from .assembly import Assembly
-from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
+from .asynchronous import assemble_candidate
 from .balance import balance
 from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, ScoredPlan, abbreviate
 from .plan_file import Plan, PlannedStage, SharedWeight, plan_recompute
@@ -601,7 +601,7 @@ def _host_bytes(assembly: Assembly, part: int) -> int:
 
 def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
     """The weights that several of its parts use."""
-    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied_sums}
+    sums = {own.name: own.seconds for own in assemble_candidate(space, plan).tied_sums}
     weights = []
     for weight in space.chain.tied:
         parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
@@ -611,14 +611,6 @@ def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
                 SharedWeight(tensor=weight.name, bytes=round(weight.bytes), stages=parts, sum_seconds=seconds)
             )
     return weights
-
-
-def bubble(space: Space, plan: ScoredPlan) -> float:
-    """Idle share of the devices' time; of an asynchronous schedule in its steady state."""
-    if plan.config.schedule in ASYNCHRONOUS:
-        return steady_bubble(space, plan)
-    assembly = assemble(space, plan.proposal, plan.recompute)
-    return simulate(assembly.program, assembly.costs()).bubble
 
 
 def energy_joules(

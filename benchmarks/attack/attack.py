@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.planner.build_plan import build_problem, solve_problem
+from pplan.planner.build_plan import build_problem
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
 from pplan.planner.objectives.frontier import build_frontier
-from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
+from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT, Objective
 from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import BASELINES, find_planner
@@ -49,14 +49,7 @@ def quickly_solved(case: Case, problem: Problem) -> Plan:
 def solved(case: Case, problem: Problem) -> Plan:
     """What the public entry answers."""
     if case.objective.name == "step-time":
-        return solve_problem(
-            case.chain,
-            case.topology,
-            case.options,
-            model="attacked",
-            profile=reference(case),
-            profiles=case.profiles,
-        )
+        return solve_objective(Objective(), problem, model="attacked", profile=reference(case))
     return quickly_solved(case, problem)
 
 
@@ -236,14 +229,8 @@ class _Attack:
     def _fastest(self) -> float:
         """The step of what is answered for the fastest."""
         case = self.case
-        answer = solve_problem(
-            case.chain,
-            case.topology,
-            case.options,
-            model="attacked",
-            profile=reference(case),
-            profiles=case.profiles,
-        )
+        problem = build_problem(case.chain, case.topology, case.options, reference(case), case.profiles)
+        answer = solve_objective(Objective(), problem, model="attacked", profile=reference(case))
         return answer.prediction.step_seconds
 
 

@@ -22,11 +22,12 @@ from ...cost_models.document import Document, Record
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import compare_steps, format_bytes, format_count, format_seconds, html_table
 from ..alternatives import accumulating
+from ..asynchronous import bubble
 from ..candidate import SEARCHED, Proposal, ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan, plan_with
 from ..plan_file import TIE, Plan
 from ..plan_options import PlanOptions
-from ..plan_simulation import bubble, busy_seconds, energy_joules, plan_stages
+from ..plan_simulation import busy_seconds, energy_joules, plan_stages
 from ..planners import PLANNERS, find_planner
 from ..planners.asteroid import find_asteroid_plan, shared_load, shared_step
 from ..planners.hetpipe import POLICIES, HetPipePlan, find_hetpipe_plan

@@ -11,10 +11,11 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.step_costs import Array
 from ...cost_models.timeline import Timeline
+from ..asynchronous import bubble
 from ..build_plan import list_machine_warnings, plan_partition
 from ..candidate import SEARCHED, ScoredPlan
 from ..plan_file import Partition, PlannedStage, PlanRow, ProfileReference, plan_row
-from ..plan_simulation import bubble, plan_stages
+from ..plan_simulation import plan_stages
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.asynchronous import asynchronous_notes, pace, steady_bubble, steady_seconds
+from pplan.planner.asynchronous import asynchronous_notes, bubble, pace, steady_seconds
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives.throughput import _allows, asynchronous_configs
 from pplan.planner.plan_options import PlanOptions
@@ -93,8 +93,7 @@ def test_steady_state_by_hand(make_chain: MakeChain) -> None:
         assert pace(space, own.proposal, own.recompute) == pytest.approx(seconds, rel=1e-6)
         step = steady_seconds(space, own.proposal, own.recompute)
         assert step == pytest.approx(4 * seconds, rel=1e-6)
-        bubble = steady_bubble(space, replace(own, step_seconds=step))
-        assert bubble == pytest.approx(1 - 6 / seconds, abs=1e-6)
+        assert bubble(space, replace(own, step_seconds=step)) == pytest.approx(1 - 6 / seconds, abs=1e-6)
 
 
 def test_a_cut_takes_what_the_larger_share_takes(make_chain: MakeChain) -> None:
@@ -115,7 +114,7 @@ def test_recomputed_forwards_count(make_chain: MakeChain) -> None:
     assert pace(space, proposal, ("never", "always")) == pytest.approx(8.0)
     always = replace(proposal.config, recompute="always")
     again = ScoredPlan(replace(proposal, config=always), ("always", "always"), 8.0)
-    assert steady_bubble(space, again) == pytest.approx(0.0, abs=1e-6)
+    assert bubble(space, again) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_configurations_and_what_they_allow(make_chain: MakeChain) -> None:

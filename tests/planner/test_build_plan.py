@@ -16,9 +16,11 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import format_seconds, parse_bytes, percent
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
-from pplan.planner.build_plan import solve_problem
+from pplan.planner.build_plan import build_problem
 from pplan.planner.candidate import SEARCHED, ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import BASELINES, PLANNERS
@@ -32,7 +34,12 @@ REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
 def solved(chain: Chain, topology: Topology, **options: object) -> Plan:
-    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+    return solve_objective(
+        Objective(),
+        build_problem(chain, topology, PlanOptions(**options), REFERENCE, {}),
+        model="toy",
+        profile=REFERENCE,
+    )  # type: ignore[arg-type]
 
 
 def problem(chain: Chain, topology: Topology, **options: object) -> Problem:

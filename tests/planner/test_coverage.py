@@ -14,7 +14,7 @@ import pytest
 from pplan.cost_models.errors import DefectError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.build_plan import solve_problem
+from pplan.planner.build_plan import build_problem
 from pplan.planner.candidate import SEARCHED, Proposal, ScoredPlan
 from pplan.planner.coverage import describe_coverage, is_searched, to_searched_devices
 from pplan.planner.joint_search import find_best_plan, joint_search, plan_with, run_search, with_bound
@@ -33,7 +33,12 @@ MIB = 2**20
 
 
 def solved(chain: Chain, topology: Topology, **options: Any) -> Plan:
-    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
+    return solve_objective(
+        Objective(),
+        build_problem(chain, topology, PlanOptions(**options), REFERENCE, {}),
+        model="toy",
+        profile=REFERENCE,
+    )
 
 
 def uneven_nodes() -> Topology:

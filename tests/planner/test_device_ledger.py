@@ -14,7 +14,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines import device_context
 from pplan.cost_models.quantities import format_bytes, parse_bytes
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
-from pplan.planner.build_plan import solve_problem
+from pplan.planner.build_plan import build_problem
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import simulate_plan
@@ -38,7 +40,12 @@ def _machine(name: str, memory: int | None = None) -> Topology:
 
 def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **options: Any) -> Plan:
     profile = ProfileReference(file="", sha256="", dtype=dtype)
-    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=profile)
+    return solve_objective(
+        Objective(),
+        build_problem(chain, topology, PlanOptions(**options), profile, {}),
+        model="toy",
+        profile=profile,
+    )
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "mini_batch": 16}

@@ -11,7 +11,9 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import plan_partition, solve_problem
+from pplan.planner.build_plan import build_problem, plan_partition
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Partition, Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_simulation import simulate_plan
@@ -74,8 +76,11 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain, topology = make_chain(3, 7), make_topology(3)
-    found = solve_problem(
-        chain, topology, PlanOptions(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE
+    found = solve_objective(
+        Objective(),
+        build_problem(chain, topology, PlanOptions(mini_batch=16, schedule="1f1b"), PROFILE, {}),
+        model="toy",
+        profile=PROFILE,
     )
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")

@@ -13,7 +13,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import format_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.build_plan import solve_problem
+from pplan.planner.build_plan import build_problem
 from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
@@ -144,7 +144,12 @@ def test_sizes_beyond_the_profile_that_would_pay_are_told(
         chain = replace(make_chain(1, 4, sizes=sizes), cut_after=np.zeros(4, dtype=np.bool_))
         chain = replace(chain, parameter_bytes=np.zeros(4), trainable_bytes=np.full(4, 1e-6))
         limits = PlanOptions(mini_batch=16 * gpus, **options)
-        return solve_problem(chain, make_topology(gpus), limits, model="toy", profile=REFERENCE)
+        return solve_objective(
+            Objective(),
+            build_problem(chain, make_topology(gpus), limits, REFERENCE, {}),
+            model="toy",
+            profile=REFERENCE,
+        )
 
     def told(plan: Plan) -> list[tuple[str | Any, ...]]:
         return [found.groups() for text in plan.warnings if (found := SENTENCE.search(text))]

@@ -14,16 +14,11 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
+from pplan.planner.asynchronous import bubble
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_file import plan_recompute, plan_row, run_in_words
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_simulation import (
-    bubble,
-    busy_seconds,
-    energy_joules,
-    list_prediction_limits,
-    plan_stages,
-)
+from pplan.planner.plan_simulation import busy_seconds, energy_joules, list_prediction_limits, plan_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 

@@ -13,7 +13,9 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
-from pplan.planner.build_plan import solve_problem
+from pplan.planner.build_plan import build_problem
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import Overrides, PlanOptions
 from pplan.planner.plan_simulation import count_devices, simulate_plan
@@ -24,7 +26,12 @@ MakeTopology = Callable[..., Topology]
 
 def _solved(chain: Chain, topology: Topology, **options: object) -> Plan:
     asked = PlanOptions(**options)  # type: ignore[arg-type]
-    return solve_problem(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
+    return solve_objective(
+        Objective(),
+        build_problem(chain, topology, asked, ProfileReference(file="", sha256=""), {}),
+        model="toy",
+        profile=ProfileReference(file="", sha256=""),
+    )
 
 
 WISHES = [

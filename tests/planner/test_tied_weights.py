@@ -12,8 +12,10 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, TiedWeight
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import build_problem, plan_partition, solve_problem
+from pplan.planner.build_plan import build_problem, plan_partition
 from pplan.planner.coverage import describe_search
+from pplan.planner.objectives.objective import Objective
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Partition, Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.stage_table import StageTable
@@ -54,7 +56,9 @@ def test_tables_are_those_of_each_stage(seed: int, make_chain: MakeChain) -> Non
 
 def solved(chain: Chain, topology: Topology, **options: object) -> Plan:
     wishes = PlanOptions(mini_batch=8, micro_batches=8, use_all=True, **options)  # type: ignore[arg-type]
-    return solve_problem(chain, topology, wishes, model="toy", profile=REFERENCE)
+    return solve_objective(
+        Objective(), build_problem(chain, topology, wishes, REFERENCE, {}), model="toy", profile=REFERENCE
+    )
 
 
 def test_a_plan_says_which_stages_share_a_weight(make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -79,10 +83,23 @@ def test_a_sum_that_costs_more_than_the_cut_brings_keeps_the_users_together(
 ) -> None:
     small, large = (tied(make_chain(1, 6), (0, 1), bytes=size) for size in (1.0, 1e4))
     wishes = PlanOptions(mini_batch=8, micro_batches=8, cut_after=("layer0",))
-    forced = solve_problem(large, make_topology(2), wishes, model="toy", profile=REFERENCE)
+    forced = solve_objective(
+        Objective(),
+        build_problem(large, make_topology(2), wishes, REFERENCE, {}),
+        model="toy",
+        profile=REFERENCE,
+    )
     assert forced.prediction.step_seconds > 1e4 / 20
     assert solved(large, make_topology(2)).tied == []
-    assert solve_problem(small, make_topology(2), wishes, model="toy", profile=REFERENCE).tied != []
+    assert (
+        solve_objective(
+            Objective(),
+            build_problem(small, make_topology(2), wishes, REFERENCE, {}),
+            model="toy",
+            profile=REFERENCE,
+        ).tied
+        != []
+    )
 
 
 @pytest.mark.parametrize(

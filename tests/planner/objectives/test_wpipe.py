@@ -13,7 +13,7 @@ from pplan.cost_models.memory import Recompute
 from pplan.planner.asynchronous import (
     assemble_endless,
     asynchronous_notes,
-    steady_bubble,
+    bubble,
     steady_seconds,
 )
 from pplan.planner.candidate import Proposal, ScoredPlan
@@ -149,7 +149,7 @@ def test_wpipe_is_the_answer_where_two_versions_have_no_room(
         "1.5 weight versions, and gradients are 1 update late in the first group of layers and never"
         in notes[0]
     )
-    assert 0 <= steady_bubble(problem.space, best) < 1
+    assert 0 <= bubble(problem.space, best) < 1
     stages = plan_stages(problem.space, best)
     assert [stage.devices for stage in stages] == [[0], [1], [0], [1]]
     for here, there in ((0, 2), (1, 3)):
