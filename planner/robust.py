@@ -259,25 +259,34 @@ FEWEST = 40
 
 
 @dataclass(frozen=True)
-class Interval:
-    """The percentiles `LOW` and `HIGH` of the step over the draws. Both may lie above the step of the
-    medians: a pipeline is as slow as its slowest stage, and each time another one may be that."""
+class DrawnSteps:
+    """The mean of the step over the draws, and its percentiles `LOW` and `HIGH`. All may lie above the step
+    of the medians: a pipeline is as slow as its slowest stage, and each time another one may be that."""
 
+    mean_seconds: float
     low_seconds: float
     high_seconds: float
 
+    @classmethod
+    def of(cls, steps: Floats) -> DrawnSteps:
+        """Of the steps of all draws, (samples,)."""
+        low, high = np.percentile(steps, (LOW, HIGH))
+        return cls(float(np.mean(steps)), float(low), float(high))
 
-def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
+
+def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> DrawnSteps | None:
     """Of the plan's step; None where the profile has no spread of the layers' seconds."""
     if not space.has_spread:
         return None
     draws = draws or make_draws(len(space.chain))
     if plan.config.schedule in ASYNCHRONOUS:
         assembly = assemble_endless(space, plan.proposal, plan.recompute)
-        return percentiles(steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches))
+        return DrawnSteps.of(
+            steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches)
+        )
     assembly = assemble(space, plan.proposal, plan.recompute)
     own = draws.take(slice(_affordable(assembly, len(draws))))
-    return percentiles(StepSampler(space, own).steps(assembly))
+    return DrawnSteps.of(StepSampler(space, own).steps(assembly))
 
 
 def _affordable(assembly: Assembly, draws: int) -> int:
@@ -286,25 +295,6 @@ def _affordable(assembly: Assembly, draws: int) -> int:
         return draws
     actions = sum(len(own) for own in assembly.program.actions)
     return min(draws, max(FEWEST, ONE_BY_ONE // actions))
-
-
-@dataclass(frozen=True)
-class DrawnSteps:
-    """The mean of the step over the draws, and its percentile `HIGH`."""
-
-    mean_seconds: float
-    high_seconds: float
-
-    @classmethod
-    def of(cls, steps: Floats) -> DrawnSteps:
-        """Of the steps of all draws, (samples,)."""
-        return cls(float(np.mean(steps)), percentiles(steps).high_seconds)
-
-
-def percentiles(steps: Floats) -> Interval:
-    """Of the steps of all draws, (samples,)."""
-    low, high = np.percentile(steps, (LOW, HIGH))
-    return Interval(float(low), float(high))
 
 
 NEAR = 0.2
@@ -355,7 +345,10 @@ def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, contest.longest))
     contest.climb()
-    return contest.choose_best()
+    own, ranked = contest.scores[best.proposal], contest.ranked()[0]
+    better = contest.seconds(ranked[1]) < contest.seconds(own[1]) * (1 - TIE)
+    plan, steps = ranked if better else own
+    return RobustPlan(plan, steps, own[1], len(contest.scores), plan == own[0])
 
 
 @dataclass
@@ -366,8 +359,6 @@ class _Comparison:
     fastest: ScoredPlan
     draws: Draws
     scores: dict[Proposal, tuple[ScoredPlan, DrawnSteps]] = field(default_factory=dict)
-    _looked_at: set[Proposal] = field(default_factory=set)
-    _varied: set[Proposal] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._resampled = StepSampler(self.problem.space, self.draws)
@@ -379,7 +370,7 @@ class _Comparison:
             if near and plan.proposal not in self.scores:
                 self.scores[plan.proposal] = plan, DrawnSteps.of(self._resampled.step_seconds(plan))
 
-    def _seconds(self, steps: DrawnSteps) -> float:
+    def seconds(self, steps: DrawnSteps) -> float:
         """What is to be short."""
         return steps.high_seconds if self.draws.slow is None else steps.mean_seconds
 
@@ -392,33 +383,22 @@ class _Comparison:
 
     def climb(self) -> None:
         """Varies the best plans until no variation is better."""
+        space, varied, seen = self.problem.space, set[Proposal](), set[Proposal]()
         for _ in range(ROUNDS):
-            leading = [plan for plan, _ in self._rank_plans()[:CLIMBED] if plan.proposal not in self._varied]
+            best = [plan.proposal for plan, _ in self.ranked()[:CLIMBED]]
+            leading = [proposal for proposal in best if proposal not in varied]
             if not leading or self.problem.budget.over:
                 return
-            for plan in leading:
-                self._varied.add(plan.proposal)
-                self.enter(self._variations(plan.proposal))
+            varied.update(leading)
+            for proposal in leading:
+                others = [own for own in variations(self.problem, proposal) if own not in seen]
+                seen.update(others)
+                scored = (fastest(space, [own], self.longest) for own in others)
+                self.enter(plan for plan in scored if plan is not None)
 
-    def _variations(self, proposal: Proposal) -> Iterator[ScoredPlan]:
-        for other in variations(self.problem, proposal):
-            if other not in self._looked_at:
-                self._looked_at.add(other)
-                scored = fastest(self.problem.space, [other], self.longest)
-                if scored is not None:
-                    yield scored
-
-    def _rank_plans(self) -> list[tuple[ScoredPlan, DrawnSteps]]:
+    def ranked(self) -> list[tuple[ScoredPlan, DrawnSteps]]:
         """The best first, among equals the fastest, then the one that was entered first."""
-        return sorted(self.scores.values(), key=lambda row: (self._seconds(row[1]), row[0].step_seconds))
-
-    def choose_best(self) -> RobustPlan:
-        """The best plan."""
-        own = self.scores[self.fastest.proposal]
-        ranked = self._rank_plans()[0]
-        better = self._seconds(ranked[1]) < self._seconds(own[1]) * (1 - TIE)
-        plan, steps = ranked if better else own
-        return RobustPlan(plan, steps, own[1], len(self.scores), plan == own[0])
+        return sorted(self.scores.values(), key=lambda row: (self.seconds(row[1]), row[0].step_seconds))
 
 
 def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
@@ -438,41 +418,25 @@ def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def _bests(problem: Problem, longest: float) -> list[ScoredPlan]:
-    """The fastest of each configuration and number of stages, of those whose step is below `longest`; of
-    problems that are too large to be searched again for each, none."""
+    """The fastest of each configuration and number of stages (where the problem is not small, of one stage
+    more or less than the fastest of the configuration), of those whose step is below `longest`; of problems
+    that are too large to be searched again for each, none."""
     if is_large(problem.space, problem.families):
         return []
     alike: dict[PipelineConfig, list[Family]] = {}
     for family in problem.families:
         alike.setdefault(family.config, []).append(family)
     work = problem.options.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
-    searches = _Searches(problem, longest, work)
-    plans = [plan for families in alike.values() for plan in searches.by_stages(families)]
-    return sorted(plans, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
+    plans = list[ScoredPlan | None]()
+    for families in alike.values():
 
+        def find(counts: Iterable[int], families: list[Family] = families) -> ScoredPlan | None:
+            return search(problem.space, families, counts, work=work, limit=longest).best
 
-@dataclass(frozen=True)
-class _Searches:
-    """Searches of a part of the space for plans below `limit` seconds, each with so much work."""
-
-    problem: Problem
-    limit: float
-    work: float
-
-    def by_stages(self, families: Sequence[Family]) -> Iterator[ScoredPlan]:
-        """The fastest of these families with any number of stages, and those with other numbers: where the
-        problem is not small, one stage more or less."""
-        counts = self.problem.stage_counts
-        first = self._fastest(families, counts)
-        if first is None:
-            return
-        yield first
-        own = len(first.proposal.ends)
-        for stages in counts:
-            if stages != own and (is_small_problem(self.problem) or abs(stages - own) == 1):
-                other = self._fastest(families, [stages])
-                if other is not None:
-                    yield other
-
-    def _fastest(self, families: Sequence[Family], counts: Iterable[int]) -> ScoredPlan | None:
-        return search(self.problem.space, families, counts, work=self.work, limit=self.limit).best
+        plans.append(first := find(problem.stage_counts))
+        if first is not None:
+            own, small = len(first.proposal.ends), is_small_problem(problem)
+            others = [n for n in problem.stage_counts if n != own and (small or abs(n - own) == 1)]
+            plans += [find([number]) for number in others]
+    every = [plan for plan in plans if plan is not None]
+    return sorted(every, key=lambda plan: plan.step_seconds)[:MOST_BESTS]

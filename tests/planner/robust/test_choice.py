@@ -21,13 +21,13 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.robust import (
     DEVICE_SAMPLES,
+    DrawnSteps,
     Draws,
     RobustPlan,
     StepSampler,
     estimate_interval,
     make_draws,
     most_robust,
-    percentiles,
     variations,
 )
 from pplan.planner.scoring import fastest
@@ -54,7 +54,7 @@ def every_proposal(problem: Problem) -> Iterator[Proposal]:
 
 
 def high(steps: Floats) -> float:
-    return percentiles(steps).high_seconds
+    return DrawnSteps.of(steps).high_seconds
 
 
 def best_of_all(

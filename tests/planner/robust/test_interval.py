@@ -15,11 +15,11 @@ from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
 from pplan.planner.robust import (
     FEWEST,
+    DrawnSteps,
     Draws,
     StepSampler,
     estimate_interval,
     make_draws,
-    percentiles,
 )
 from pplan.planner.scoring import fastest
 
@@ -93,9 +93,9 @@ def test_fewer_draws_where_they_go_one_by_one(
     plan = fastest(problem.space, [INTERLEAVED])
     assert plan is not None
     steps = StepSampler(problem.space, make_draws(6)).step_seconds(plan)
-    assert estimate_interval(problem.space, plan) == percentiles(steps)
+    assert estimate_interval(problem.space, plan) == DrawnSteps.of(steps)
     monkeypatch.setattr(robust, "ONE_BY_ONE", 1)
-    assert estimate_interval(problem.space, plan) == percentiles(steps[:FEWEST])
+    assert estimate_interval(problem.space, plan) == DrawnSteps.of(steps[:FEWEST])
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
@@ -124,4 +124,4 @@ def test_steady_steps_against_the_simulator(
         for number in range(len(draws))
     ]
     assert steps == pytest.approx(alone, rel=1e-6)
-    assert estimate_interval(problem.space, ScoredPlan(proposal, modes, 1.0), draws) == percentiles(steps)
+    assert estimate_interval(problem.space, ScoredPlan(proposal, modes, 1.0), draws) == DrawnSteps.of(steps)
