@@ -130,7 +130,12 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
             drop=8,
             visible=any(row.estimate_seconds is not None for row in comparison.rows),
         ),
-        number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=7),
+        number(
+            "samples/s\n",
+            lambda row: None if row.plan is None else row.plan.samples_per_second,
+            three_digits,
+            drop=7,
+        ),
         text("vs. the\nfirst", lambda row: None if row is first else row.slower, _versus, min_width=9),
         number("bubble\n", lambda row: row.bubble, percent, drop=4),
         number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=6),
@@ -141,7 +146,7 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
             drop=6,
             visible=any(row.energy_joules is not None for row in comparison.rows),
         ),
-        number("GPUs\n", lambda row: row.devices, drop=5),
+        number("GPUs\n", lambda row: row.plan and row.plan.device_count, drop=5),
         number("gap\n", lambda row: row.gap, percent, drop=3),
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
     ]
@@ -188,8 +193,11 @@ def _versus(slower: float) -> str:
 
 
 def _configuration(row: ComparisonRow) -> str:
-    balance = "-".join(map(str, row.balance[:16])) + ("-…" if len(row.balance) > 16 else "")
-    return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
+    plan = row.plan
+    if plan is None:
+        return ""
+    balance = "-".join(map(str, plan.balance[:16])) + ("-…" if len(plan.balance) > 16 else "")
+    return f"{balance}, {plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}"
 
 
 def _print_result(comparison: PlanComparison, fail_above: float | None) -> None:

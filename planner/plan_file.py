@@ -316,6 +316,11 @@ class PlanRow(PlanShape):
     _fill = model_validator(mode="before")(_each_part)
 
     @property
+    def device_count(self) -> int:
+        """Number of devices that it takes."""
+        return len({rank for part in self.devices for rank in part})
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Devices of the pipeline in turn, each one's replicas together."""
         return tuple(rank for part in self.devices[: self.pipeline_stages] for rank in part)
@@ -572,6 +577,20 @@ class Plan(PlanShape, Document):
     def replicas(self) -> list[int]:
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]
+
+    @property
+    def row(self) -> PlanRow:
+        """The plan in a row."""
+        return PlanRow(
+            **self.shape,
+            step_seconds=self.prediction.step_seconds,
+            samples_per_second=self.mini_batch / self.prediction.step_seconds,
+            replicas=self.replicas,
+            devices=[stage.devices for stage in self.stages],
+            stage_recompute=[stage.recompute or self.recompute for stage in self.stages],
+            memory_bytes=[stage.memory_bytes for stage in self.stages],
+            exact=self.prediction.exact,
+        )
 
     @property
     def device_count(self) -> int:

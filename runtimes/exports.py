@@ -76,7 +76,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[PlanRow, str | None]:
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
     uncounted = _uncounted(plan, runtime)
     if not reasons and not (usable and uncounted):
-        return _plan_choice(plan), _misfit_remark(plan, runtime) if uncounted else None
+        return plan.row, _misfit_remark(plan, runtime) if uncounted else None
     if not usable:
         count = format_count(len(plan.alternatives), "alternative")
         lacks = (
@@ -219,17 +219,6 @@ def _runs_alternative(runtime: Runtime, alternative: PlanRow) -> bool:
         micro_batch_size=alternative.micro_batch_size,
     )
     return runtime.name in alternative.runtimes and not any(problems)
-
-
-def _plan_choice(plan: Plan) -> PlanRow:
-    """The plan itself as a choice, on its devices."""
-    return PlanRow(
-        **plan.shape,
-        replicas=plan.replicas,
-        devices=[stage.devices for stage in plan.stages],
-        stage_recompute=list(stage_recompute(plan)),
-        step_seconds=plan.prediction.step_seconds,
-    )
 
 
 def _remark(plan: Plan, runtime: Runtime, why: str, other: PlanRow) -> str:

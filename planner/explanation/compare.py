@@ -25,7 +25,7 @@ from ..alternatives import accumulating
 from ..asynchronous import bubble
 from ..candidate import SEARCHED, Proposal, ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan, plan_with
-from ..plan_file import TIE, Plan
+from ..plan_file import TIE, Plan, PlanRow, plan_row
 from ..plan_options import PlanOptions
 from ..plan_simulation import busy_seconds, energy_joules, plan_stages
 from ..planners import PLANNERS, find_planner
@@ -42,25 +42,27 @@ Watts = Mapping[str, tuple[float, float]]
 class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
-    `estimate_seconds`: of the step as its planner counts it. `memory_bytes`: of the device that needs most.
-    `slower`: seconds a sample over those of the first plan, less 1. `energy_joules`: of a step, where the
-    watts of the devices are given."""
+    `estimate_seconds`: of the step as its planner counts it. `slower`: seconds a sample over those of the
+    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given."""
 
     name: str
-    step_seconds: float | None = None
-    samples_per_second: float | None = None
+    plan: PlanRow | None = None
     bubble: float | None = None
-    memory_bytes: int | None = None
-    devices: int | None = None
     gap: float | None = None
-    balance: list[int] = []
-    schedule: str = ""
-    micro_batches: int | None = None
-    micro_batch_size: int | None = None
     slower: float | None = None
     estimate_seconds: float | None = None
     energy_joules: float | None = None
     reason: str = ""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the plan, where there is one."""
+        return None if self.plan is None else self.plan.step_seconds
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of the device that needs most."""
+        return None if self.plan is None else max(self.plan.memory_bytes)
 
 
 class PlanComparison(Document):
@@ -88,7 +90,7 @@ class PlanComparison(Document):
                 "-" if row.step_seconds is None else format_seconds(row.step_seconds),
                 "-" if row.slower is None else compare_steps(1 + row.slower, 1),
                 "-" if row.memory_bytes is None else format_bytes(row.memory_bytes),
-                row.reason or row.schedule,
+                row.reason or (row.plan and row.plan.schedule) or "",
             ]
             for row in self.rows
         ]
@@ -102,31 +104,38 @@ def compare_plans(
 ) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too, and
     the energy of their steps where the `watts` are given."""
-    answer = None if context is None else find_best_plan(context.problem, tuple(PLANNERS))
+    first = plans_by_name[0][1]
     bounds = [_bound(plan) for _, plan in plans_by_name]
-    rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
-    if context is not None and answer is not None:
-        own = [*bounds, (_problem(plans_by_name[0][1]), answer.result.bound_seconds)]
-        rows[0] = _of_plan(*plans_by_name[0], _proven_bound(plans_by_name[0][1], own))
-        busy = busy_seconds(plans_by_name[0][1].stages, plans_by_name[0][1].micro_batches)
-        step = plans_by_name[0][1].prediction.step_seconds
+    rows, methods, energy = list[ComparisonRow](), list[OtherMethod](), None
+    if context is not None:
+        answer = find_best_plan(context.problem, tuple(PLANNERS))
+        rows = _of_planners(context, answer, watts or {})
+        methods = list_other_methods(context.problem, OtherMethodOptions(watts=watts))
+        busy, step = busy_seconds(first.stages, first.micro_batches), first.prediction.step_seconds
         energy = energy_joules(context.problem.topology, busy, step, watts or {})
-        rows[0] = rows[0].model_copy(update={"energy_joules": energy})
-        rows += _of_planners(context, answer, watts or {})
-    first = rows[0].samples_per_second or 0.0
-    rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
+        searched = (_problem(first), answer.result.bound_seconds)
+    own = [
+        _row(
+            name,
+            plan.row,
+            _proven_bound(plan, [*bounds, searched] if plan is first and context is not None else bounds),
+            bubble=plan.prediction.bubble,
+            energy_joules=energy if plan is first else None,
+        )
+        for name, plan in plans_by_name
+    ]
+    every, rate = [*own, *rows], first.mini_batch / first.prediction.step_seconds
+    rates = [row.plan.samples_per_second for row in every[1:] if row.plan is not None]
     return PlanComparison(
         rows=[
             row
-            if row.samples_per_second is None
-            else row.model_copy(update={"slower": first / row.samples_per_second - 1})
-            for row in rows
+            if row.plan is None
+            else row.model_copy(update={"slower": rate / row.plan.samples_per_second - 1})
+            for row in every
         ],
-        first_slower=max(rates) / first - 1 if rates and first else None,
+        first_slower=max(rates) / rate - 1 if rates else None,
         notes=list(_differences(plans_by_name)),
-        other_methods=[]
-        if context is None
-        else list_other_methods(context.problem, OtherMethodOptions(watts=watts)),
+        other_methods=methods,
     )
 
 
@@ -172,22 +181,11 @@ def _proven_bound(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
     return 0.0 if plan.is_fixed_partition else own
 
 
-def _of_plan(name: str, plan: Plan, bound: float) -> ComparisonRow:
-    predicted = plan.prediction
-    gap = max(predicted.step_seconds / bound - 1, 0.0) if bound > 0 else None
-    return ComparisonRow(
-        name=name,
-        step_seconds=predicted.step_seconds,
-        samples_per_second=plan.mini_batch / predicted.step_seconds,
-        bubble=predicted.bubble,
-        memory_bytes=max(stage.memory_bytes for stage in plan.stages),
-        devices=plan.device_count,
-        gap=gap,
-        balance=plan.balance,
-        schedule=plan.schedule,
-        micro_batches=plan.micro_batches,
-        micro_batch_size=plan.micro_batch_size,
-    )
+def _row(name: str, plan: PlanRow, bound: float, **figures: Any) -> ComparisonRow:
+    """A plan against a bound, 0 where there is none, with other figures."""
+    step = plan.step_seconds
+    gap = max(step / bound - 1, 0.0) if 0 < bound <= step * (1 + TIE) else None
+    return ComparisonRow(name=name, plan=plan, gap=gap, **figures)
 
 
 def _of_planners(context: ExplainContext, answer: JointSearchResult, watts: Watts) -> list[ComparisonRow]:
@@ -202,25 +200,17 @@ def _of_planner(
 ) -> ComparisonRow:
     if isinstance(plan, str):
         return ComparisonRow(name=name, reason=plan)
-    space, config, bound = context.problem.space, plan.config, answer.result.bound_seconds
-    stages, topology = plan_stages(space, plan), context.problem.topology
-    busy = busy_seconds(stages, config.micro_batches)
-    return ComparisonRow(
-        name=name,
-        step_seconds=plan.step_seconds,
-        samples_per_second=config.mini_batch / plan.step_seconds,
+    space, step = context.problem.space, plan.step_seconds
+    stages = plan_stages(space, plan)
+    busy = busy_seconds(stages, plan.config.micro_batches)
+    return _row(
+        name,
+        plan_row(plan, memory_bytes=[stage.memory_bytes for stage in stages]),
+        answer.result.bound_seconds,
         bubble=bubble(space, plan),
-        memory_bytes=max(stage.memory_bytes for stage in stages),
-        devices=plan.proposal.device_count,
-        # Nothing was proven of a schedule that the options exclude.
-        gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
-        balance=[end - first for first, end in plan.proposal.bounds],
         # That of the planner which proposed the best plan is told in its own row.
         estimate_seconds=None if name == BEST else plan.proposal.estimate_seconds,
-        energy_joules=energy_joules(topology, busy, plan.step_seconds, watts),
-        schedule=config.schedule,
-        micro_batches=config.micro_batches,
-        micro_batch_size=config.micro_batch_size,
+        energy_joules=energy_joules(context.problem.topology, busy, step, watts),
     )
 
 
@@ -316,16 +306,16 @@ def _data_parallel(problem: Problem, options: OtherMethodOptions) -> Iterator[Ot
     step, busy = max(workers.compute_seconds) + reduced, dict(enumerate(workers.compute_seconds))
     energy = energy_joules(problem.topology, busy, step, options.watts or {})
     pace, detail = Pace(problem.gpus / step, 0.0), "all-reduce after the backward"
-    row = _row(problem, "dp-all-reduce", pace, whole, detail)
+    row = _method(problem, "dp-all-reduce", pace, whole, detail)
     yield row.model_copy(update={"energy_joules": energy})
     served = f"{options.servers} parameter server{'s' * (options.servers > 1)}"
-    yield _row(problem, "dp-synchronous", data_parallel.synchronous(workers), stateless, served)
-    yield _row(problem, "dp-asynchronous", data_parallel.asynchronous(workers), stateless, served)
+    yield _method(problem, "dp-synchronous", data_parallel.synchronous(workers), stateless, served)
+    yield _method(problem, "dp-asynchronous", data_parallel.asynchronous(workers), stateless, served)
     stale = data_parallel.stale_synchronous(workers, options.staleness)
-    yield _row(problem, "dp-stale-synchronous", stale, stateless, f"{served}, bound {options.staleness}")
+    yield _method(problem, "dp-stale-synchronous", stale, stateless, f"{served}, bound {options.staleness}")
     periods = f"{served}, push every {options.push_every}, fetch every {options.fetch_every}"
     downpour = data_parallel.asynchronous(workers, options.push_every, options.fetch_every)
-    yield _row(problem, "dp-downpour", downpour, stateless, periods)
+    yield _method(problem, "dp-downpour", downpour, stateless, periods)
     yield _hogwild(problem, workers, options, stateless)
 
 
@@ -335,10 +325,10 @@ def _hogwild(problem: Problem, workers: Workers, options: OtherMethodOptions, me
     if problem.gpus > problem.topology.gpus_per_node:
         return OtherMethod(name="dp-hogwild", reason="the devices share no memory: they are in several nodes")
     pace = data_parallel.hogwild(workers, options.memory_bandwidth)
-    return _row(problem, "dp-hogwild", pace, memory, "weights in shared memory, no locks")
+    return _method(problem, "dp-hogwild", pace, memory, "weights in shared memory, no locks")
 
 
-def _row(problem: Problem, name: str, pace: Pace, memory: int, detail: str) -> OtherMethod:
+def _method(problem: Problem, name: str, pace: Pace, memory: int, detail: str) -> OtherMethod:
     step = pace.seconds(problem.gpus)
     return OtherMethod(
         name=name,

@@ -438,9 +438,12 @@ class _PlanRace:
         for step in range(1, STEPS + 1):
             turn = self._beaten(end ** (step / STEPS))
             if turn is not None:
-                break
+                return self._bisect(inner, turn)
             inner = end ** (step / STEPS)
-        for _ in range(HALVINGS if turn is not None else 0):
+        return None
+
+    def _bisect(self, inner: float, turn: Crossover) -> Crossover:
+        for _ in range(HALVINGS):
             middle = (inner * turn.factor) ** 0.5
             nearer = self._beaten(middle)
             turn, inner = (turn, middle) if nearer is None else (nearer, inner)

@@ -234,10 +234,10 @@ def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
     uses, step = f"It uses {used} of the {_devices(plan, available)}", plan.prediction.step_seconds
     if plan.runtime and find_runtime(plan.runtime).one_process and used == plan.gpus_per_node:
         return f"{uses}: {plan.runtime} reaches those of one node."
-    larger = [row for row in plan.alternatives if len(row.ranks) > used and plan.runtime is None]
+    larger = [row for row in plan.alternatives if row.device_count > used and plan.runtime is None]
     other = min(larger, key=lambda row: row.step_seconds, default=None)
     if other is not None and other.step_seconds < step * (1 - TIE):
-        figures = f"{format_seconds(other.step_seconds)} a step on {len(other.ranks)}"
+        figures = f"{format_seconds(other.step_seconds)} a step on {other.device_count}"
         return f"{uses}; one of its alternatives, {other.schedule}, takes {figures}."
     rows = [row for row in plan.alternatives if not row.runtimes or plan.runtime in (None, *row.runtimes)]
     on_all = [

@@ -469,6 +469,8 @@ def test_the_alternative_for_the_runtime(
     other = PlanRow(
         runtimes=["torchgpipe", "fairscale"],
         balance=[6, 6],
+        replicas=[1, 1],
+        devices=[[0], [1]],
         schedule="gpipe",
         micro_batches=4,
         micro_batch_size=8,
@@ -495,6 +497,8 @@ def test_the_alternative_for_torch(
     other = PlanRow(
         runtimes=["torch"],
         balance=[6, 6],
+        replicas=[1, 1],
+        devices=[[0], [1]],
         schedule="1f1b",
         micro_batches=4,
         micro_batch_size=8,

@@ -70,8 +70,10 @@ def test_files(run: Run, files: Plan) -> None:
     first, second = made.rows
     assert (first.name, second.name) == ("a.plan.json", "b.plan.json")
     assert first.step_seconds == files.prediction.step_seconds
-    assert (first.devices, first.memory_bytes, first.slower) == (6, 3 * 2**30, 0.0)
-    assert (second.gap, second.balance) == (1, [4, 5, 3])
+    assert first.plan is not None
+    assert second.plan is not None
+    assert (first.plan.device_count, first.memory_bytes, first.slower) == (6, 3 * 2**30, 0.0)
+    assert (second.gap, second.plan.balance) == (1, [4, 5, 3])
     assert second.slower == pytest.approx(0.52 / 0.65 - 1)
     assert made.first_slower == pytest.approx(0.65 / 0.52 - 1)
     assert made == pplan.compare("a.plan.json", "b.plan.json")
@@ -132,7 +134,7 @@ def test_the_planners_under_a_plans_wishes(run: Run, here: Path, profile: Profil
     assert best.step_seconds == pytest.approx(steps[0])
     assert best.gap == pytest.approx(0, abs=1e-9)
     assert made.first_slower == pytest.approx(own / best.step_seconds - 1)  # type: ignore[operator]
-    assert {row.micro_batches for row in rows.values() if row.step_seconds} == {4}
+    assert {row.plan.micro_batches for row in rows.values() if row.plan} == {4}
     both = run("compare", "even.plan.json", "even.plan.json", "--planners", "--json")
     assert len(json.loads(both.out)["rows"]) == len(made.rows) + 1
 

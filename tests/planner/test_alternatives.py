@@ -177,7 +177,7 @@ def test_what_is_said_of_each(exact: bool, make_problem: MakeProblem, monkeypatc
         assert own.exact == (exact and own.schedule != "gpipe")
         assert own.step_seconds == plan.step_seconds
         assert own.samples_per_second == pytest.approx(8 / plan.step_seconds)
-        assert (own.balance, own.replicas, own.micro_batches, own.micro_batch_size) == ([3, 3], 1, 4, 2)
+        assert (own.balance, own.replicas, own.micro_batches, own.micro_batch_size) == ([3, 3], [1, 1], 4, 2)
         assert len(own.memory_bytes) == 2
         assert min(own.memory_bytes) > 0
         assert own.reason == ""

@@ -36,10 +36,10 @@ REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 def solved(chain: Chain, topology: Topology, **options: object) -> Plan:
     return solve_objective(
         Objective(),
-        build_problem(chain, topology, PlanOptions(**options), REFERENCE, {}),
+        build_problem(chain, topology, PlanOptions(**options), REFERENCE, {}),  # type: ignore[arg-type]
         model="toy",
         profile=REFERENCE,
-    )  # type: ignore[arg-type]
+    )
 
 
 def problem(chain: Chain, topology: Topology, **options: object) -> Problem:
@@ -353,7 +353,7 @@ def test_deepspeed_trains_every_stage(make_chain: MakeChain, make_topology: Make
     assert min(parts(for_deepspeed.balance)) > 0
     assert for_deepspeed.step_seconds > plan.prediction.step_seconds
     alone = solved(chain, make_topology(6), mini_batch=8, schedule="1f1b", runtime="deepspeed")
-    assert (alone.balance, alone.replicas[0]) == (for_deepspeed.balance, for_deepspeed.replicas)
+    assert (alone.balance, alone.replicas) == (for_deepspeed.balance, for_deepspeed.replicas)
     # DeepSpeed's own way leaves a layer alone on every stage: there is no such plan.
     fixed = solved(chain, make_topology(8), mini_batch=8, runtime="deepspeed")
     even = next(base for base in fixed.baselines if base.name == "even")

@@ -23,7 +23,6 @@ from pplan.planner.degrees.degree_baselines import _megatron
 from pplan.planner.degrees.degree_options import _read_zero
 from pplan.planner.degrees.degree_search import DegreeAnswer
 from pplan.planner.explanation.explain_context import resolve, with_memory
-from pplan.planner.explanation.explanation import _WorkShare
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
@@ -88,15 +87,6 @@ def test_bytes_of_gradients_and_weights_at_the_end_of_a_step(zero: int, amount: 
     """200 bytes of weights of 4, gradients of 2: an all-reduce of 100; half of one for each of the gradients'
     reduce-scatter and the weights' all-gather; the latter alone; nothing."""
     assert bytes_at_end(np.array([200.0]), Precision(4, 2), zero).tolist() == [amount]
-
-
-def test_work_that_is_done_is_told() -> None:
-    told: list[float] = []
-    share = _WorkShare(told.append)
-    assert list(share.each("abc", 2)) == ["a", "b", "c"]
-    assert share.done == 6
-    assert told == sorted(set(told))
-    assert len(told) == 3
 
 
 def test_fewer_cuts_stand_at_equal_work(even: Chain, make_topology: MakeTopology) -> None:

@@ -19,7 +19,6 @@ from pplan.cost_models.transformer.training_setting import chunks_in_flight
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.coverage import _any_plan
 from pplan.planner.explanation.explain_context import with_bandwidth
-from pplan.planner.explanation.rivals import _outwards
 from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
 from pplan.planner.other_schedules import propose_other_schedules, propose_parts
@@ -344,12 +343,6 @@ def test_bytes_of_layers_that_two_have() -> None:
     assert _overlap(weights, (0, 1), (2, 4)) == 0.0
     assert _overlap(weights, None, (2, 4)) == 0.0
     assert _overlap(weights, (1, 2), (0, 4)) == 2.0
-
-
-def test_steps_outwards_reach_the_end() -> None:
-    """In eight equal ratios."""
-    assert list(_outwards(256.0)) == pytest.approx([2.0, 4, 8, 16, 32, 64, 128, 256])
-    assert list(_outwards(1 / 256)) == pytest.approx([1 / 2**power for power in range(1, 9)])
 
 
 def test_peaks_of_interleaved_devices_by_hand() -> None:

@@ -38,13 +38,17 @@ def test_a_row_has_the_plans_own_figures(two: tuple[Any, Any]) -> None:
     assert [row.name for row in made.rows] == ["a", "b"]
     assert repr(made) == "<PlanComparison of a, b>"
     for row, plan in zip(made.rows, (best, alone), strict=True):
+        assert row.plan is not None
         assert row.step_seconds == plan.prediction.step_seconds
-        assert row.samples_per_second == pytest.approx(4 / plan.prediction.step_seconds)
+        assert row.plan.samples_per_second == pytest.approx(4 / plan.prediction.step_seconds)
         assert row.bubble == plan.prediction.bubble
         assert row.memory_bytes == max(stage.memory_bytes for stage in plan.stages)
-        assert row.devices == len({rank for stage in plan.stages for rank in stage.devices})
-        assert (row.balance, row.schedule) == (plan.balance, plan.schedule)
-        assert (row.micro_batches, row.micro_batch_size) == (plan.micro_batches, plan.micro_batch_size)
+        assert row.plan.device_count == len({rank for stage in plan.stages for rank in stage.devices})
+        assert (row.plan.balance, row.plan.schedule) == (plan.balance, plan.schedule)
+        assert (row.plan.micro_batches, row.plan.micro_batch_size) == (
+            plan.micro_batches,
+            plan.micro_batch_size,
+        )
         assert row.slower == pytest.approx(plan.prediction.step_seconds / best.prediction.step_seconds - 1)
         assert row.energy_joules is None
         # Of the search of all plans of the problem, which both belong to.
@@ -130,9 +134,10 @@ def test_what_the_planners_make_of_it(two: tuple[Any, Any]) -> None:
     assert not any(row.reason for row in rows[: len(steps)])
     found = next(row for row in rows if row.name == "best")
     plan = best.plan
+    assert found.plan is not None
     assert found.step_seconds == pytest.approx(plan.prediction.step_seconds)
-    assert found.samples_per_second == pytest.approx(4 / plan.prediction.step_seconds)
-    assert (found.balance, found.devices, found.memory_bytes) == (
+    assert found.plan.samples_per_second == pytest.approx(4 / plan.prediction.step_seconds)
+    assert (found.plan.balance, found.plan.device_count, found.memory_bytes) == (
         plan.balance,
         len({rank for stage in plan.stages for rank in stage.devices}),
         max(stage.memory_bytes for stage in plan.stages),

@@ -16,7 +16,7 @@ from pplan.planner.explanation import compare, step_limits
 from pplan.planner.explanation.compare import ComparisonRow, _of_planner, _of_planners, _proven_bound
 from pplan.planner.explanation.step_limits import Segment, _by_kind, _by_place, find_busiest
 from pplan.planner.joint_search import BEST
-from pplan.planner.plan_file import TIE
+from pplan.planner.plan_file import TIE, plan_row
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.branch_and_bound import SearchResult
 
@@ -150,21 +150,11 @@ def test_rows_of_planners(monkeypatch: Patch) -> None:
     context: Any = SimpleNamespace(problem=problem(topology="topology"))
     answer: Any = SimpleNamespace(result=SimpleNamespace(bound_seconds=2.0))
     own = _of_planner(context, answer, "x", plan(3.0, 3), {})
-    expected = ComparisonRow(
-        name="x",
-        step_seconds=3.0,
-        samples_per_second=8 / 3.0,
-        bubble=0.25,
-        memory_bytes=9,
-        devices=3,
-        gap=0.5,
-        balance=[1, 1, 6],
-        schedule="1f1b",
-        micro_batches=4,
-        micro_batch_size=2,
-        energy_joules=3.0,
-    )
-    assert own == expected
+    assert own.plan is not None
+    assert (own.name, own.step_seconds, own.plan.samples_per_second) == ("x", 3.0, 8 / 3.0)
+    assert (own.bubble, own.memory_bytes, own.plan.device_count) == (0.25, 9, 3)
+    assert (own.gap, own.plan.balance, own.plan.schedule) == (0.5, [1, 1, 6], "1f1b")
+    assert (own.plan.micro_batches, own.plan.micro_batch_size, own.energy_joules) == (4, 2, 3.0)
     for seconds, gap in ((2.0, 0.0), (1.9, None)):
         assert _of_planner(context, answer, "x", plan(seconds), {}).gap == gap
     nothing: Any = SimpleNamespace(result=SimpleNamespace(bound_seconds=0.0))
@@ -187,8 +177,8 @@ def test_rows_of_planners(monkeypatch: Patch) -> None:
 def test_a_comparison_in_a_notebook() -> None:
     """Steps, how much slower than the first, and why there is none."""
     rows = [
-        ComparisonRow(name="first", step_seconds=2.0, slower=0.0, memory_bytes=2**30, schedule="1f1b"),
-        ComparisonRow(name="other", step_seconds=3.0, slower=0.5, schedule="gpipe"),
+        ComparisonRow(name="first", plan=plan_row(plan(2.0, 1), memory_bytes=[2**30]), slower=0.0),
+        ComparisonRow(name="other", plan=plan_row(plan(3.0, 1, "gpipe"), memory_bytes=[2**31]), slower=0.5),
         ComparisonRow(name="none", reason="does not fit"),
     ]
     text = compare.PlanComparison(rows=rows, first_slower=None)._repr_html_()
@@ -196,7 +186,7 @@ def test_a_comparison_in_a_notebook() -> None:
     found = [own for own in cells if own]
     assert [own[:2] for own in found] == [["first", "2.00 s"], ["other", "3.00 s"], ["none", "-"]]
     assert [own[2] for own in found] == ["the same", "1.50 x slower", "-"]
-    assert [own[3:] for own in found] == [["1.00 GiB", "1f1b"], ["-", "gpipe"], ["-", "does not fit"]]
+    assert [own[3:] for own in found] == [["1.00 GiB", "1f1b"], ["2.00 GiB", "gpipe"], ["-", "does not fit"]]
     assert (
         repr(compare.PlanComparison(rows=rows, first_slower=None)) == "<PlanComparison of first, other, none>"
     )
