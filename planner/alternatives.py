@@ -6,7 +6,7 @@ All have the same costs and limits as the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import recompute_kinds
@@ -215,23 +215,14 @@ FREE = ("one-gpu", "data-parallel")
 """Baselines that ignore the options: they may use any micro-batches and any runtime."""
 
 
-@dataclass(frozen=True)
-class ScoredBaseline:
-    """A baseline, and the samples of a micro-batch on one device (None: it has none)."""
-
-    record: Baseline
-    size: int | None = None
-
-
-def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
+def score_baselines(problem: Problem, answer: JointSearchResult) -> dict[str, ScoredPlan | str]:
     """One GPU, data parallelism, and the best plan of each named planner, or why it has none."""
     if problem.budget.over:
         results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
         free = accumulating(problem)
         results = {name: plan_with(find_planner(name), free) for name in FREE}
-    rows = [_row(name, plan) for name, plan in results.items()]
-    return rows + [_row(name, plan) for name, plan in answer.by_planner.items() if name not in FREE]
+    return results | {name: plan for name, plan in answer.by_planner.items() if name not in FREE}
 
 
 def accumulating(problem: Problem) -> Problem:
@@ -258,12 +249,11 @@ def accumulating(problem: Problem) -> Problem:
         return replace(problem, options=replace(free, micro_batches=options.micro_batches))
 
 
-def _row(name: str, plan: ScoredPlan | str) -> ScoredBaseline:
+def baseline_row(name: str, plan: ScoredPlan | str) -> Baseline:
+    """A baseline as a plan's file has it."""
     if isinstance(plan, str):
-        return ScoredBaseline(Baseline(name=name, step_seconds=None, reason=plan))
-    proposal = plan.proposal
-    size = divide_batch(plan.config.micro_batch_size, min(proposal.replicas))
-    return ScoredBaseline(Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan)), size)
+        return Baseline(name=name, step_seconds=None, reason=plan)
+    return Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan))
 
 
 def _in_words(plan: ScoredPlan) -> str:

@@ -14,7 +14,7 @@ from ..cost_models.runtime import OFFLOAD
 from ..cost_models.timeline import step_seconds
 from ..cost_models.topology import Topology
 from ..cost_models.topology_file import UNNAMED, to_toml
-from .alternatives import find_alternatives, larger_micro_batches, score_baselines
+from .alternatives import baseline_row, find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
 from .asynchronous import assemble_candidate, bubble
 from .candidate import Proposal, ScoredPlan
@@ -110,9 +110,14 @@ def build_plan(
     compared: dict[str, list[Baseline] | list[PlanRow]] = {}
     if answer is not None:
         baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
-        compared = {"baselines": [row.record for row in baselines], "alternatives": alternatives}
+        rows = [baseline_row(name, plan) for name, plan in baselines.items()]
+        compared = {"baselines": rows, "alternatives": alternatives}
         warnings += [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
-        sizes = {row.size for row in baselines if row.size is not None}
+        sizes = {
+            divide_batch(plan.config.micro_batch_size, min(plan.proposal.replicas))
+            for plan in baselines.values()
+            if isinstance(plan, ScoredPlan)
+        }
         sizes |= {divide_batch(other.micro_batch_size, other.replicas[0]) for other in alternatives}
         space = replace(problem.space, past_largest=True)
         outside = [

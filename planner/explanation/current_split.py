@@ -9,7 +9,6 @@ from itertools import accumulate
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
-from ...cost_models.step_costs import Array
 from ...cost_models.timeline import Timeline
 from ..asynchronous import bubble
 from ..build_plan import list_machine_warnings, plan_partition
@@ -21,7 +20,7 @@ from ..scoring import fastest
 from ..search.family import Family
 from .explain_context import SECONDS, ExplainContext, score_plan, search_near, simulate_candidate
 from .explain_options import ExplainOptions
-from .step_limits import BusiestStage, find_busiest
+from .step_limits import BusiestStage, find_busiest, list_recompute_seconds
 
 
 class Side(Record):
@@ -139,7 +138,8 @@ def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
 def _spent(timeline: Timeline) -> dict[str, float]:
     """What the busiest stage does with the step, in words; the sum is the step."""
     stage = find_busiest(timeline).stage
-    times, recomputing = timeline.stage_times[stage], _recompute_seconds(timeline, stage)
+    times, recomputed = timeline.stage_times[stage], list_recompute_seconds(timeline)
+    recomputing = float(recomputed[timeline.order.device == stage].sum())
     return {
         "work of the busiest stage": times.compute - recomputing,
         "recompute": recomputing,
@@ -147,27 +147,6 @@ def _spent(timeline: Timeline) -> dict[str, float]:
         "warm-up and cool-down": times.warm_up_cool_down,
         "all-reduce and update": times.update,
     }
-
-
-def _recompute_seconds(timeline: Timeline, stage: int) -> float:
-    """Seconds in which a stage runs forwards again."""
-    shares = timeline.costs.recompute
-    if shares is None:
-        return 0.0
-    forward, program = timeline.costs.forward, timeline.program
-    return sum(
-        float(_at(shares, own) * _at(forward, own)) * program.share(action.micro_batch)
-        for action in program.actions[stage]
-        if action.kind == "B"
-        for own in [(stage, action.chunk, action.micro_batch)]
-    )
-
-
-def _at(values: Array, place: tuple[int, int, int]) -> float:
-    """A value by (device, chunk, micro-batch), of axes that are 1 long where nothing changes along them."""
-    return float(
-        values[tuple(min(index, length - 1) for index, length in zip(place, values.shape, strict=True))]
-    )
 
 
 def _best_setting(problem: Problem, partition: Partition) -> ScoredPlan | None:

@@ -22,6 +22,7 @@ from ...cost_models.step_costs import lower_costs, preceding_launches, recompute
 from ...cost_models.timeline import Timeline
 from ..candidate import ScoredPlan
 from ..plan_file import TIE, PlanRow, plan_row
+from ..stage_table import Floats
 from .explain_context import ExplainContext, resolve, with_memory
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
@@ -35,6 +36,14 @@ KINDS: dict[str, str] = {
     "port": "the most loaded port of the network",
 }
 """With what a user reads."""
+
+
+def list_recompute_seconds(timeline: Timeline) -> Floats:
+    """List the seconds of each action in which it runs its forward again."""
+    shares = timeline.program.shares
+    parts = 1.0 if shares is None else np.asarray(shares)[timeline.order.micro_batch]
+    seconds: Floats = recompute_seconds(timeline.order, timeline.costs) * parts
+    return seconds
 
 
 class Segment(NamedTuple):
@@ -69,6 +78,7 @@ class _Walk:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.order, self.run = timeline, timeline.order, timeline.run
         self.values = lower_costs(timeline.order, timeline.costs)
+        self.recomputed = list_recompute_seconds(timeline)
         self.sender_waits = timeline.costs.transfers in ("rendezvous", "blocking")
         self.receiver_waits = timeline.costs.transfers in ("rendezvous", "blocking-receive")
 
@@ -119,7 +129,7 @@ class _Walk:
         def follow() -> tuple[list[Segment], _Cause | None]:
             if late and until is None:
                 return [], self._launch(i, end)
-            recompute = min(start + float(self._again[i]), upto)
+            recompute = min(start + float(self.recomputed[i]), upto)
             parts: list[Segment] = [
                 Segment("compute", stage, None, recompute, upto),
                 Segment("recompute", stage, None, start, recompute),
@@ -137,13 +147,6 @@ class _Walk:
             return parts, _latest(*causes)
 
         return _Cause(upto, follow)
-
-    @cached_property
-    def _again(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Seconds of each action in which it runs its forward again."""
-        shares = self.order.program.shares
-        parts = 1.0 if shares is None else np.asarray(shares)[self.order.micro_batch]
-        return recompute_seconds(self.order, self.timeline.costs) * parts
 
     def _transfer(self, i: int, until: float | None = None) -> _Cause:
         """What action i sent, up to its arrival or to when it left its link."""

@@ -88,42 +88,17 @@ def solve_objective(
     first = problem.with_time_limit()
     for problem in (first, *smaller_defaults(first)):
         outcome = optimize(objective, problem)
-        if outcome.best is not None:
+        if (best := outcome.best) is not None:
             break
     else:
         raise no_plan_fits(first)
     if problem is not first:
-        warnings = [*warnings, _smaller_batch_warning(first, problem)]
-    plan = _build_plan(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
-    if not compared or plan.objective is not None:
-        return plan
-    return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, try_others=True)})
-
-
-def _smaller_batch_warning(problem: Problem, smaller: Problem) -> str:
-    return (
-        f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
-        f"{smaller.mini_batch}, not {problem.mini_batch}"
-    )
-
-
-def _build_plan(
-    objective: Objective,
-    problem: Problem,
-    outcome: ObjectiveResult,
-    model: str,
-    profile: ProfileReference,
-    notes: Sequence[str],
-    warnings: Sequence[str],
-    *,
-    compared: bool,
-) -> Plan:
-    """The plan of an outcome that holds one."""
-    if outcome.best is None:
-        raise no_plan_fits(problem)
+        samples, batch = first.samples_per_device, first.mini_batch
+        smaller = f"the global batch is {problem.mini_batch}, not {batch}"
+        warnings = [*warnings, f"no plan with {samples} samples a device fits: {smaller}"]
     plan = build_plan(
         problem,
-        outcome.best,
+        best,
         outcome.result,
         outcome.answer if compared and outcome.answer.best is not None else None,
         model=model,
@@ -132,24 +107,25 @@ def _build_plan(
         warnings=warnings,
         exact=outcome.result.exact if outcome.aim is None else outcome.aim.exact,
     )
-    besides = _additional_space(objective, problem)
+    besides, prediction = _additional_space(objective, problem), plan.prediction
     if objective.name == THROUGHPUT:
         from .throughput import asynchronous_refusal
 
-        plan = plan if asynchronous_refusal(problem) else _extend_coverage(plan, besides)
+        if not asynchronous_refusal(problem):
+            covers = {"bound_covers": prediction.bound_covers + besides}
+            prediction = prediction.model_copy(update=covers)
+    chosen = plan.default_mini_batch
+    if compared and outcome.aim is None:
+        chosen = choose_mini_batch(problem, try_others=True)
     return plan.model_copy(
         update={
+            "prediction": prediction,
             "objective": outcome.aim,
             "searched": plan.searched + besides,
             "notes": unique([*outcome.notes, *plan.notes]),
+            "default_mini_batch": chosen,
         }
     )
-
-
-def _extend_coverage(plan: Plan, besides: str) -> Plan:
-    """The plan, whose bound holds for other plans besides."""
-    covers = plan.prediction.bound_covers + besides
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"bound_covers": covers})})
 
 
 def step_time(problem: Problem) -> ObjectiveResult:

@@ -229,7 +229,10 @@ def test_an_alternative_on_more_gpus_that_is_faster_is_named(plan: Plan) -> None
         ([1] * 12, ": of the plans searched none is faster on more of them."),
     ]
     for balance, words in answers:
-        other = plan.alternatives[0].model_copy(update={"balance": balance, **parts})
+        stages = len(balance) // 2
+        devices = [[part % stages] for part in range(len(balance))]
+        update = {"balance": balance, "devices": devices, "replicas": [1] * len(balance), **parts}
+        other = plan.alternatives[0].model_copy(update=update)
         held = changed(plan, baselines=[], alternatives=[other])
         assert answer_lines(held)[1] == f"It uses 6 of the 8 GPUs{words}"
 

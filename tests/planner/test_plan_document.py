@@ -13,7 +13,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
+from pplan.planner.alternatives import _in_order, _in_words, _recomputes, baseline_row, larger_micro_batches
 from pplan.planner.asynchronous import bubble
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_file import plan_recompute, plan_row, run_in_words
@@ -86,11 +86,10 @@ def test_summaries() -> None:
 )
 def test_baselines_in_words(devices: tuple[tuple[int, ...], ...], words: str) -> None:
     own = plan(devices, ("never",) * len(devices))
-    row = _row("even", own)
-    assert (row.record.detail, row.record.step_seconds, row.record.reason) == (words, 2.0, None)
-    assert row.size == -(-8 // min(map(len, devices)))
-    none = _row("even", "does not fit")
-    assert (none.record.step_seconds, none.record.reason, none.size) == (None, "does not fit", None)
+    row = baseline_row("even", own)
+    assert (row.detail, row.step_seconds, row.reason) == (words, 2.0, None)
+    none = baseline_row("even", "does not fit")
+    assert (none.step_seconds, none.reason) == (None, "does not fit")
 
 
 def test_devices_in_rank_order() -> None:

@@ -4,13 +4,12 @@ global batch, and what is said."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
@@ -21,7 +20,6 @@ from pplan.planner.objectives.solve_objective import (
     _note,
     _robust_aim,
     optimize,
-    solve_objective,
     step_time,
 )
 from pplan.planner.plan_file import ProfileReference
@@ -108,78 +106,6 @@ def test_what_an_objective_searches_besides(small_problem: MakeProblem, monkeypa
     pairs = "wpipe on the first devices of these orders, with as many replicas of every stage"
     text = f"; and a and b of two stages or more{order}, and {pairs}"
     assert _additional_space(own, small_problem()) == text
-
-
-class TestSmallerBatches:
-    """Where no global batch is given and nothing fits, smaller ones are tried one by one."""
-
-    @pytest.fixture
-    def asked(self, monkeypatch: Patch) -> list[int]:
-        asked = list[int]()
-
-        def ask(_: Any, problem: Problem) -> Any:
-            asked.append(problem.samples_per_device)
-            return SimpleNamespace(best=plan() if problem.samples_per_device == 4 else None)
-
-        def build(_: Any, problem: Problem, outcome: Any, *own: Any, compared: bool) -> Any:
-            assert outcome.best is not None
-            *_, notes, warnings = own
-            said = SimpleNamespace(objective=None, samples=problem.samples_per_device, notes=notes)
-            said.warnings, said.compared = list(warnings), compared
-            said.model_copy = lambda update: ("copied", said, update)
-            return said
-
-        monkeypatch.setattr(solving, "optimize", ask)
-        monkeypatch.setattr(solving, "_build_plan", build)
-        monkeypatch.setattr(
-            solving, "no_plan_fits", lambda problem: InfeasibleError(f"{problem.samples_per_device}", "")
-        )
-        monkeypatch.setattr(
-            solving,
-            "smaller_defaults",
-            lambda own: (
-                replace(own, samples_per_device=n) for n in (16, 8, 4, 2) if n < own.samples_per_device
-            ),
-        )
-        monkeypatch.setattr(
-            solving, "choose_mini_batch", lambda own, *, try_others: (own.samples_per_device, try_others)
-        )
-        return asked
-
-    def solve(self, problem: Problem, **more: Any) -> Any:
-        return solve_objective(
-            objective("step-time"),
-            problem,
-            model="toy",
-            profile=REFERENCE,
-            notes=["n"],
-            warnings=["w"],
-            **more,
-        )
-
-    def test_the_first_that_fits(self, asked: list[int], small_problem: MakeProblem) -> None:
-        own = replace(small_problem(mini_batch=None), samples_per_device=32)
-        word, said, update = self.solve(own)
-        assert (word, update) == ("copied", {"default_mini_batch": (4, True)})
-        assert asked == [32, 16, 8, 4]
-        assert (said.samples, said.notes, said.compared) == (4, ["n"], True)
-        batches = [replace(own, samples_per_device=n).mini_batch for n in (32, 4)]
-        assert said.warnings == [
-            "w",
-            f"no plan with 32 samples a device fits: the global batch is {batches[1]}, not {batches[0]}",
-        ]
-
-    def test_the_first_of_all(self, asked: list[int], small_problem: MakeProblem) -> None:
-        _, said, _ = self.solve(replace(small_problem(mini_batch=None), samples_per_device=4))
-        assert asked == [4]
-        assert said.warnings == ["w"]
-        own = self.solve(replace(small_problem(mini_batch=None), samples_per_device=4), compared=False)
-        assert (own.samples, own.compared) == (4, False)
-
-    def test_none(self, asked: list[int], small_problem: MakeProblem) -> None:
-        with pytest.raises(InfeasibleError, match=r"^3$"):
-            self.solve(replace(small_problem(mini_batch=None), samples_per_device=3))
-        assert asked == [3, 2]
 
 
 def test_plans_that_suit_draws_of_the_seconds(small_problem: MakeProblem, monkeypatch: Patch) -> None:
