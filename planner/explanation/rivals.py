@@ -383,8 +383,8 @@ class _PlanRace:
         probes = (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
         for _ in range(ROUNDS):
             probed = end if turn is None else turn.factor
-            found = [self._solve(probed**share) for share in probes]
-            if not any(found):
+            is_new = [self._solve(probed**share) for share in probes]
+            if not any(is_new):
                 break
             turn = self._first(end)
         return turn
@@ -410,10 +410,10 @@ class _PlanRace:
         if factor in self._solved:
             return False
         self._solved.add(factor)
-        known = [self.present, *self.rivals]
-        plan_there = resolve(self._problem(factor), known, SECONDS / 4).best
+        contestants = [self.present, *self.rivals]
+        plan_there = resolve(self._problem(factor), contestants, SECONDS / 4).best
         plan, _ = self._scores(factor)
-        if plan_there is None or plan is None or plan_there.proposal in [own.proposal for own in known]:
+        if plan_there is None or plan is None or plan_there.proposal in [own.proposal for own in contestants]:
             return False
         self.rivals.append(plan_there)
         return plan_there.step_seconds < plan.step_seconds * (1 - WORTH)
