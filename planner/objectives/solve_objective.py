@@ -114,16 +114,16 @@ def solve_objective(
         if not asynchronous_refusal(problem):
             covers = {"bound_covers": prediction.bound_covers + besides}
             prediction = prediction.model_copy(update=covers)
-    chosen = plan.default_mini_batch
+    default = plan.default_mini_batch
     if compared and outcome.aim is None:
-        chosen = choose_mini_batch(problem, try_others=True)
+        default = choose_mini_batch(problem, try_others=True)
     return plan.model_copy(
         update={
             "prediction": prediction,
             "objective": outcome.aim,
             "searched": plan.searched + besides,
             "notes": unique([*outcome.notes, *plan.notes]),
-            "default_mini_batch": chosen,
+            "default_mini_batch": default,
         }
     )
 
