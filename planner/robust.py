@@ -383,7 +383,7 @@ class _Comparison:
 
     def climb(self) -> None:
         """Varies the best plans until no variation is better."""
-        space, varied, seen = self.problem.space, set[Proposal](), set[Proposal]()
+        space, varied, visited = self.problem.space, set[Proposal](), set[Proposal]()
         for _ in range(ROUNDS):
             best = [plan.proposal for plan, _ in self.ranked()[:CLIMBED]]
             leading = [proposal for proposal in best if proposal not in varied]
@@ -391,8 +391,8 @@ class _Comparison:
                 return
             varied.update(leading)
             for proposal in leading:
-                others = [own for own in variations(self.problem, proposal) if own not in seen]
-                seen.update(others)
+                others = [own for own in variations(self.problem, proposal) if own not in visited]
+                visited.update(others)
                 scored = (fastest(space, [own], self.longest) for own in others)
                 self.enter(plan for plan in scored if plan is not None)
 
