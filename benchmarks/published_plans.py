@@ -14,7 +14,7 @@ from pathlib import Path
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.throughput import plan_asynchronous
-from pplan.planner.planners.dapple_planner import UNLIMITED, StageLimits, find_dapple_plan
+from pplan.planner.planners.dapple_planner import find_dapple_plan
 from pplan.planner.planners.pipedream_planner import PAPER, PUBLISHED
 from pplan.planner.planners.replica_groups import CutPlan, MicroBatchChoice
 from pplan.planner.search.space import Space
@@ -95,8 +95,8 @@ def dapple(folder: Path) -> Iterator[Row]:
         Space(chain, two_machines(), "sgd"),
         MicroBatchChoice("1f1b", MICRO_BATCHES, PARTS, ("never",)),
     )
-    for limit, whole in ((", <= 2 stages", StageLimits(most_stages=2)), ("", UNLIMITED)):
-        found = find_dapple_plan(space, trial, space.topology.gpus, whole)
+    for limit, most in ((", <= 2 stages", 2), ("", None)):
+        found = find_dapple_plan(space, trial, space.topology.gpus, most)
         ours = "none" if found is None else in_words(found, chain)
         yield Row(f"dapple{limit}", "VGG-19", space.topology.gpus, ours, "15:1 after conv5_2")
 

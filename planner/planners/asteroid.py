@@ -15,15 +15,14 @@ sums apart, that is
 
     max over c of (M (E_f + E_b)_c + sum of E_f + E_b before c) + max over s of (T_a - sum of E_b before s)
 
-The dynamic programme adds a stage in front of what it has for the layers, devices and stages behind, and
-keeps of each the plan with the least latency. E_f and E_b of a stage are those of its slowest replica, with
-the shares of Algorithm 1. A stage that is the p-th from the last holds 2 p - 1
-micro-batches.
+The dynamic programme adds a stage in front of what it has for the later layers, devices and stages, and keeps
+of each, and of the devices of the first stage, the plan with the least latency. E_f and E_b of a stage are
+those of its slowest replica. A stage that is the p-th from the last holds 2 p - 1 micro-batches.
 
-Algorithm 1, for every stage on unlike replicas: shares by the replicas' speed, within their memory; what is
-too much goes to those that end first with it; then parts move from the slowest replica to others as long as
-that is faster. As every part that is moved makes the slowest replica faster, and seconds only grow with the
-samples, no shares are better.
+The paper's Algorithm 1 finds the shares of a stage on unlike replicas: by their speed, within their memory;
+then parts move from the slowest replica to others as long as that is faster. It ends with the fastest slowest
+replica, as seconds only grow with the samples. Here the parts that end first are taken, which comes to the
+same.
 
 Here bytes are pplan's ledger, transfers and all-reduces take pplan's seconds, shares are multiples of
 1/32 micro-batch, cuts are thinned to `BLOCKS`, and more devices than `MOST_GROUPS` stay together with their
@@ -34,8 +33,8 @@ simulates it with its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,6 +51,7 @@ from ..search.space import Space
 from ..stage_table import Floats, Indices, ledger_options
 from .base import Planner
 from .replica_groups import MicroBatchChoice, group_choices, micro_batch_choices, thin_cuts
+from .stage_programme import StageRule, Values, least_plans
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -71,139 +71,86 @@ class SharedStages(NamedTuple):
     shares: Indices
 
 
-@dataclass(frozen=True, eq=False)
 class ShareTables:
-    """What shares of a micro-batch take and need on each kind of device; `parts` of a micro-batch of
-    `choice.size` samples, each of `unit`."""
+    """What shares of a micro-batch take and need on each kind of device.
 
-    space: Space
-    choice: MicroBatchChoice
-    _times: dict[Device, tuple[Floats, Floats]] = field(default_factory=dict)
-    _fits: dict[tuple[Device, int], Indices] = field(default_factory=dict)
+    Attributes:
+        parts: Into how many parts a micro-batch is divided; 0 where none can be costed.
+        unit: Samples of a part.
+        most: Parts that a device may take, as far as they can be costed.
+        mode: Recomputation: none, unless nothing else is allowed.
+        share: Divides micro-batches among devices of these kinds, with so many in flight, for every stage.
+    """
 
-    @cached_property
-    def parts(self) -> int:
-        """Into how many a micro-batch is divided."""
-        size = self.choice.size
-        counts = (count for count in range(1, MOST_SHARES + 1) if size % count == 0)
-        return max((count for count in counts if self.space.fits_someone(size // count, 1)), default=0)
+    def __init__(self, space: Space, choice: MicroBatchChoice) -> None:
+        self.space, self.choice = space, choice
+        counts = [n for n in range(1, MOST_SHARES + 1) if choice.size % n == 0]
+        self.parts = max((n for n in counts if space.fits_someone(choice.size // n, 1)), default=0)
+        self.unit = choice.size // max(self.parts, 1)
+        reached = (n for n in range(self.parts) if not space.fits_someone((n + 1) * self.unit, 1))
+        self.most = next(reached, self.parts)
+        self.mode: Recompute = "never" if {"never", "by_stage"} & set(choice.modes) else "always"
+        self._times, self._room, self.share = cache(self._cost), cache(self._fit), cache(self._share)
 
-    @property
-    def unit(self) -> int:
-        """Samples of a part."""
-        return self.choice.size // max(self.parts, 1)
+    def need(self, kind: Device, samples: int, in_flight: int) -> Floats:
+        """Bytes of every stage on a device of a kind that takes so many samples."""
+        options = ledger_options(kind, self.space.dtype, self.space.number_bytes, self.space.zero)
+        table = self.space.kind_table(kind, samples)
+        return table.memory(in_flight, self.mode, self.space.optimizer, 1, **options)
 
-    @property
-    def mode(self) -> Recompute:
-        """Asteroid does not recompute, unless nothing else is allowed."""
-        return "never" if {"never", "by_stage"} & set(self.choice.modes) else "always"
+    def _cost(self, kind: Device) -> Floats:
+        """(2, parts + 1, cut points, cut points): forward and backward seconds of so many parts."""
+        times = np.zeros((2, self.most + 1, *self.space.usable.shape))
+        for n in range(1, self.most + 1):
+            table = self.space.kind_table(kind, n * self.unit)
+            times[:, n] = table.forward, table.backward + (self.mode == "always") * table.forward
+        return times * kind.seconds_scale
 
-    @cached_property
-    def most(self) -> int:
-        """Parts that a device may take, as far as they can be costed."""
-        most = 0
-        while most < self.parts and self.space.fits_someone((most + 1) * self.unit, 1):
-            most += 1
-        return most
+    def _fit(self, kind: Device, in_flight: int) -> Indices:
+        """(cut points, cut points): the most parts that fit; -1 where no stage may be."""
+        room = np.full(self.space.usable.shape, self.most)
+        if (limit := self.space.kinds_limit([kind])) < inf:
+            room[:] = 0
+            for n in range(1, self.most + 1):
+                need = self.need(kind, n * self.unit, in_flight)
+                room = np.where((room == n - 1) & (need <= limit), n, room)
+        return np.where(self.space.usable, room, -1)
 
-    def times(self, kind: Device) -> tuple[Floats, Floats]:
-        """(parts + 1, cut points, cut points): forward and backward seconds of so many parts."""
-        if kind not in self._times:
-            tables = [self.space.kind_table(kind, n * self.unit) for n in range(1, self.most + 1)]
-            again = 1 if self.mode == "always" else 0
-            forward = [np.zeros(self.space.usable.shape), *(own.forward for own in tables)]
-            backward = [np.zeros_like(forward[0]), *(own.backward + again * own.forward for own in tables)]
-            scale = kind.seconds_scale
-            self._times[kind] = (np.stack(forward) * scale, np.stack(backward) * scale)
-        return self._times[kind]
-
-    def room(self, kind: Device, in_flight: int) -> Indices:
-        """(cut points, cut points): the most parts that fit; -1 where not even the weights do."""
-        if (kind, in_flight) not in self._fits:
-            space, limit = self.space, min(kind.memory_bytes or inf, self.space.memory_limit or inf)
-            room = np.full(space.usable.shape, self.most)
-            if limit < inf:
-                options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
-                room[:] = 0
-                for n in range(1, self.most + 1):
-                    table = space.kind_table(kind, n * self.unit)
-                    need = table.memory(in_flight, self.mode, space.optimizer, 1, **options)
-                    room = np.where((room == n - 1) & (need <= limit), n, room)
-            self._fits[kind, in_flight] = np.where(space.usable, room, -1)
-        return self._fits[kind, in_flight]
-
-    def share(self, kinds: Sequence[Device], in_flight: int) -> SharedStages:
-        """Algorithm 1 for every stage on devices of these kinds."""
-        if len(set(kinds)) == 1:
-            return self._share_evenly(kinds[0], len(kinds), in_flight)
-        forward = np.stack([self.times(kind)[0] for kind in kinds])
-        backward = np.stack([self.times(kind)[1] for kind in kinds])
-        room = np.stack([self.room(kind, in_flight) for kind in kinds])
-        seconds = forward + backward
-        shares = _by_speed(seconds, np.maximum(room, 0), self.parts)
-        shares = _offload(seconds, np.maximum(room, 0), shares)
-        fits = (shares.sum(axis=0) == self.parts) & (room >= 0).all(axis=0)
-        slowest = [
-            np.where(fits, np.take_along_axis(own, shares[:, None], axis=1)[:, 0].max(axis=0), inf)
-            for own in (forward, backward)
-        ]
-        return SharedStages(slowest[0], slowest[1], shares)
-
-    def _share_evenly(self, kind: Device, count: int, in_flight: int) -> SharedStages:
-        """The same for devices of one kind."""
-        least, larger = divmod(self.parts, count)
-        most = least + (larger > 0)
-        own = least + (np.arange(count) < larger)
-        shares = np.broadcast_to(own[:, None, None], (count, *self.space.usable.shape))
-        if most > self.most:
-            nothing = np.full(self.space.usable.shape, inf)
-            return SharedStages(nothing, nothing, shares)
-        forward, backward = (
-            np.where(most <= self.room(kind, in_flight), t[most], inf) for t in self.times(kind)
+    def _share(self, kinds: tuple[Device, ...], in_flight: int) -> SharedStages:
+        self.space.budget.check()
+        times = [self._times(kind) for kind in kinds]
+        room = np.stack([self._room(kind, in_flight) for kind in kinds])
+        shares = (
+            _even_shares(self.parts, room) if len(set(kinds)) == 1 else _least_shares(times, room, self.parts)
         )
+        fits = (shares <= room).all(axis=0) & (shares.sum(axis=0) == self.parts)
+        taken = np.minimum(shares, self.most)
+        seconds = np.max(
+            [
+                np.take_along_axis(own, share[None, None], axis=1)[:, 0]
+                for own, share in zip(times, taken, strict=True)
+            ],
+            axis=0,
+        )
+        forward, backward = np.where(fits, seconds, inf)
         return SharedStages(forward, backward, shares)
 
 
-def _by_speed(seconds: Floats, room: Indices, parts: int) -> Indices:
-    """(devices, ...): parts in proportion to the speed of the devices, as many as have room; what is left
-    goes, part by part, to the device that ends first with it."""
-    speed = 1 / np.maximum(seconds[:, -1], 1e-300)
-    shares: Indices = np.minimum((parts * speed / speed.sum(axis=0)).astype(np.int64), room)
-    for _ in range(parts):
-        receiver, longer = _next_receiver(seconds, room, shares)
-        adds = (shares.sum(axis=0) < parts) & np.isfinite(longer)
-        if not adds.any():
-            break
-        _add(shares, receiver, adds.astype(np.int64))
-    return shares
+def _even_shares(parts: int, room: Indices) -> Indices:
+    """Divide so many parts among equal devices, the first ones with one more where they do not divide."""
+    least, larger = divmod(parts, len(room))
+    shares = least + (np.arange(len(room)) < larger)
+    return np.broadcast_to(shares[:, None, None], room.shape)
 
 
-def _offload(seconds: Floats, room: Indices, shares: Indices) -> Indices:
-    """The shares, with parts moved from the slowest device as long as the one that takes a part is faster."""
-    for _ in range(shares.shape[0] * seconds.shape[1]):
-        own = np.take_along_axis(seconds, shares[:, None], axis=1)[:, 0]
-        slowest, longest = own.argmax(axis=0), own.max(axis=0)
-        receiver, longer = _next_receiver(seconds, room, shares)
-        moves = longer < longest
-        if not moves.any():
-            break
-        _add(shares, slowest, -moves.astype(np.int64))
-        _add(shares, receiver, moves.astype(np.int64))
-    return shares
-
-
-def _next_receiver(seconds: Floats, room: Indices, shares: Indices) -> tuple[Indices, Floats]:
-    """The device that ends first with a part more, and when; inf where none has room."""
-    more = np.minimum(shares + 1, seconds.shape[1] - 1)
-    longer = np.take_along_axis(seconds, more[:, None], axis=1)[:, 0]
-    longer = np.where(shares < room, longer, inf)
-    return longer.argmin(axis=0), longer.min(axis=0)
-
-
-def _add(shares: Indices, device: Indices, amount: Indices) -> None:
-    """Adds to the share of one device of every stage."""
-    own = np.take_along_axis(shares, device[None], axis=0)
-    np.put_along_axis(shares, device[None], own + amount[None], axis=0)
+def _least_shares(times: Sequence[Floats], room: Indices, parts: int) -> Indices:
+    """Divide parts so that the slowest device is as fast as can be: those parts are taken that end first."""
+    seconds = np.stack([own.sum(axis=0)[1:] for own in times])
+    count = np.arange(1, seconds.shape[1] + 1)[:, None, None]
+    ends = np.where(count <= room[:, None], seconds, inf)
+    earliest = ends.reshape(-1, *room.shape[1:]).argsort(axis=0, kind="stable")[:parts]
+    taken = earliest // seconds.shape[1]
+    return np.stack([(taken == device).sum(axis=0) for device in range(len(times))])
 
 
 @dataclass(frozen=True)
@@ -217,129 +164,70 @@ class AsteroidPlan:
     latency_seconds: float
 
 
-class _State(NamedTuple):
-    """By first cut point, of the layers behind it on so many devices: the two terms of the latency, where the
-    first stage ends, and its devices."""
-
-    aligned: Floats
-    reduced: Floats
-    end: Indices
-    group: Indices
-
-
-@dataclass(frozen=True, eq=False)
 class AsteroidSearch:
     """The dynamic programme for one choice on groups of `each` devices, by memory."""
 
-    space: Space
-    choice: MicroBatchChoice
-    order: tuple[int, ...]
-    each: int
-    sizes: Sequence[int]
-    _stages: dict[tuple[tuple[Device, ...], int], SharedStages] = field(default_factory=dict)
+    def __init__(
+        self, space: Space, choice: MicroBatchChoice, order: Sequence[int], each: int, sizes: Sequence[int]
+    ) -> None:
+        self.space, self.choice, self.order, self.each, self.sizes = space, choice, order, each, sizes
+        self.tables = ShareTables(space, choice)
+        trainable = np.asarray(space.table(space.chain.sizes[0]).stage_bytes.trainable)
+        self._gradients = space.gradients(trainable)
 
-    @cached_property
-    def tables(self) -> ShareTables:
-        """Of the shares."""
-        return ShareTables(self.space, self.choice)
-
-    @property
-    def groups(self) -> int:
-        """Of devices."""
-        return len(self.order) // self.each
-
-    def ranks(self, devices: int, count: int) -> tuple[int, ...]:
-        """The first `count` groups of the last `devices` ones."""
-        first = (self.groups - devices) * self.each
-        return self.order[first : first + count * self.each]
+    def ranks(self, size: int, used: int) -> tuple[int, ...]:
+        """Devices of a stage of so many groups, from which `used` groups go to the last."""
+        first = len(self.order) - used * self.each
+        return tuple(self.order[first : first + size * self.each])
 
     def stages(self, ranks: Sequence[int], to_last: int) -> SharedStages:
         """What all stages take there, so many stages from the last."""
-        kinds = tuple(self.space.topology.device(rank) for rank in ranks)
         in_flight = min(2 * to_last - 1, self.choice.micro_batches)
-        if (kinds, in_flight) not in self._stages:
-            self.space.budget.check()
-            self._stages[kinds, in_flight] = self.tables.share(kinds, in_flight)
-        return self._stages[kinds, in_flight]
+        return self.tables.share(tuple(map(self.space.topology.device, ranks)), in_flight)
 
-    def reduced(self, ranks: Sequence[int]) -> Floats:
-        """T_a of every stage."""
-        trainable = np.asarray(self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable)
-        return np.asarray(all_reduce_seconds(self.space.topology, ranks, self.space.gradients(trainable)))
+    def _stage(self, size: int, to_last: int, rests: Indices, later: Values) -> Floats:
+        """The two terms of the latency with a stage in front."""
+        ranks = [self.ranks(size, size + rest) for rest in rests.tolist()]
+        each = [self.stages(own, to_last) for own in ranks]
+        forward, backward = (np.stack(own) for own in list(zip(*each, strict=True))[:2])
+        reduced = np.stack(
+            [np.asarray(all_reduce_seconds(self.space.topology, own, self._gradients)) for own in ranks]
+        )
+        seconds, (aligned, waiting) = forward + backward, later[..., None, :]
+        aligned = np.maximum(self.choice.micro_batches * seconds, aligned + seconds)
+        with np.errstate(invalid="ignore"):
+            terms = np.stack([aligned, np.maximum(reduced, waiting - backward)])
+        return np.where(np.isfinite(aligned), terms, inf)
 
-    def sent(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Floats:
-        """(cut points,): seconds of a micro-batch across each cut, one way."""
-        latency, each = self.space.routes.route(tuple(sorted(senders)), tuple(sorted(receivers)))
-        measured = self.tables.most * self.tables.unit
-        return latency + each * self.space.table(measured).crossing * self.choice.size / measured
+    def _cut(self, size: int, following: int, rests: Indices, later: Values) -> Values:
+        """The two terms with the transfer before the following stage: a step that takes as long both ways."""
+        measured, sent = self.tables.most * self.tables.unit, list[Floats]()
+        crossing = self.space.table(measured).crossing * self.choice.size / measured
+        for rest in rests.tolist():
+            senders, receivers = sorted(self.ranks(size, size + rest)), sorted(self.ranks(following, rest))
+            latency, each = self.space.routes.route(tuple(senders), tuple(receivers))
+            sent.append(latency + each * crossing)
+        seconds = np.stack(sent)
+        aligned = np.maximum(2 * self.choice.micro_batches * seconds, later[0] + 2 * seconds)
+        return np.stack([aligned, np.maximum(0.0, later[1] - seconds)])
 
     def best(self, most_stages: int) -> AsteroidPlan | None:
         """The plan with the least latency that the programme keeps; None where none fits."""
-        if not self.tables.most:
+        groups, cut_points = len(self.order) // self.each, len(self.space.usable)
+        rule = StageRule(self._stage, self._cut, terms=2)
+        sizes = self.sizes if self.tables.most else []
+        plan = min(least_plans(rule, sizes, groups, cut_points, most_stages), default=None)
+        if plan is None:
             return None
-        layers: list[dict[int, _State]] = []
-        best: tuple[float, int] = (inf, 0)
-        for to_last in range(1, most_stages + 1):
-            layers.append({})
-            for devices in range(to_last, self.groups + 1):
-                states = [
-                    state
-                    for count in self.sizes
-                    if (state := self._extend(layers, devices, count)) is not None
-                ]
-                if states:
-                    layers[-1][devices] = _least(states)
-            if self.groups in layers[-1]:
-                state = layers[-1][self.groups]
-                best = min(best, (float(state.aligned[0] + state.reduced[0]), to_last))
-        return self._trace_back(layers[: best[1]], best[0]) if best[0] < inf else None
-
-    def _extend(self, layers: list[dict[int, _State]], devices: int, count: int) -> _State | None:
-        """A stage on so many groups in front of the best of the devices behind them."""
-        ranks, behind = self.ranks(devices, count), devices - count
-        if behind < 0 or (len(layers) == 1) != (behind == 0) or (behind and behind not in layers[-2]):
-            return None
-        own, reduced = self.stages(ranks, len(layers)), self.reduced(ranks)
-        seconds, number = own.forward + own.backward, self.choice.micro_batches
-        if behind == 0:
-            end = np.full(len(seconds), len(seconds) - 1)
-            return _State(number * seconds[:, -1], reduced[:, -1], end, np.full(len(end), count))
-        after = layers[-2][behind]
-        sent = np.zeros(len(seconds))
-        for receivers in np.unique(after.group).tolist():
-            to_these = self.sent(ranks, self.ranks(behind, receivers))
-            sent = np.where(after.group == receivers, to_these, sent)
-        aligned = np.maximum(2 * number * sent, after.aligned + 2 * sent)
-        waiting = np.maximum(0.0, after.reduced - sent)
-        with np.errstate(invalid="ignore"):
-            all_aligned = np.maximum(number * seconds, aligned[None, :] + seconds)
-            all_reduced = np.maximum(reduced, waiting[None, :] - own.backward)
-        totals = np.where(np.isfinite(all_aligned), all_aligned + all_reduced, inf)
-        end = totals.argmin(axis=1)
-        rows = np.arange(len(end))
-        return _State(all_aligned[rows, end], all_reduced[rows, end], end, np.full(len(end), count))
-
-    def _trace_back(self, layers: Sequence[dict[int, _State]], latency: float) -> AsteroidPlan:
-        place, devices, ends, ranks, samples = 0, self.groups, list[int](), [], []
-        for to_last in range(len(layers), 0, -1):
-            state = layers[to_last - 1][devices]
-            count, end = int(state.group[place]), int(state.end[place])
-            own = self.ranks(devices, count)
-            shares = self.stages(own, to_last).shares[:, place, end] * self.tables.unit
-            by_rank = sorted(zip(own, shares.tolist(), strict=True))
-            ranks.append(tuple(rank for rank, _ in by_rank))
-            samples.append(tuple(share for _, share in by_rank))
-            ends.append(end)
-            place, devices = end, devices - count
-        return AsteroidPlan(tuple(ends), tuple(ranks), tuple(samples), latency)
-
-
-def _least(states: Sequence[_State]) -> _State:
-    """Of each first cut point the state with the least latency."""
-    totals = np.stack([state.aligned + state.reduced for state in states])
-    best = np.where(np.isfinite(totals), totals, inf).argmin(axis=0)[None]
-    parts = [np.take_along_axis(np.stack(own), best, axis=0)[0] for own in zip(*states, strict=True)]
-    return _State(*parts)
+        used, devices, samples = groups, [], []
+        for stage, (at, size) in enumerate(zip(pairwise((0, *plan.ends)), plan.sizes, strict=True)):
+            ranks = self.ranks(size, used)
+            shares = self.stages(ranks, len(plan.ends) - stage).shares[:, *at] * self.tables.unit
+            own = sorted(zip(ranks, shares.tolist(), strict=True))
+            devices.append(tuple(rank for rank, _ in own))
+            samples.append(tuple(share for _, share in own))
+            used -= size
+        return AsteroidPlan(plan.ends, tuple(devices), tuple(samples), plan.value)
 
 
 def find_asteroid_plan(problem: Problem, choice: MicroBatchChoice) -> AsteroidPlan | None:
@@ -364,38 +252,34 @@ def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int
     """Simulated seconds of a step whose replicas take so many samples of each micro-batch, by stage and rank;
     transfers and all-reduces are those of equal shares."""
     assembly = assemble(space, proposal, ["never"] * len(proposal.ends))
-    forward, backward = (np.zeros((len(samples), 1, 1)) for _ in range(2))
+    seconds = np.zeros((2, len(samples), 1, 1))
     for stage, (own, ranks) in enumerate(zip(samples, proposal.devices, strict=True)):
         at = assembly.bounds[stage]
         for share, rank in zip(own, ranks, strict=True):
             if share:
                 kind = space.topology.device(rank)
                 table, scale = space.kind_table(kind, share), kind.seconds_scale
-                forward[stage] = np.maximum(forward[stage], table.forward[at] * scale)
-                backward[stage] = np.maximum(backward[stage], table.backward[at] * scale)
-    costs = replace(assembly.costs(), forward=forward, backward=backward, accumulation=None)
+                taken = np.array([table.forward[at], table.backward[at]]) * scale
+                seconds[:, stage, 0, 0] = np.maximum(seconds[:, stage, 0, 0], taken)
+    costs = replace(assembly.costs(), forward=seconds[0], backward=seconds[1], accumulation=None)
     return float(step_seconds(assembly.program, costs)[0])
 
 
 def shared_load(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> tuple[float, dict[int, float]]:
     """The bytes of the device that needs most, and the seconds that each rank computes in a step, with the
     samples that it takes."""
-    most, busy, places = 0.0, dict[int, float](), list(space.table(space.chain.sizes[0]).cut_points)
-    mode = ShareTables(space, choice).mode
-    for stage, (start, end) in enumerate(pairwise((0, *plan.ends))):
+    tables, most, busy = ShareTables(space, choice), 0.0, dict[int, float]()
+    places = [space.table(space.chain.sizes[0]).cut_points.index(end) for end in (0, *plan.ends)]
+    for stage, at in enumerate(pairwise(places)):
         in_flight = min(2 * (len(plan.ends) - stage) - 1, choice.micro_batches)
         for rank, own in zip(plan.devices[stage], plan.samples[stage], strict=True):
-            if own == 0:
-                busy[rank] = 0.0
-                continue
-            kind = space.topology.device(rank)
-            options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
-            table = space.kind_table(kind, own)
-            need = table.memory(in_flight, mode, space.optimizer, 1, **options)
-            at = places.index(start), places.index(end)
-            most = max(most, float(need[at]))
-            seconds = float((table.forward + table.backward)[at]) * kind.seconds_scale
-            busy[rank] = choice.micro_batches * seconds
+            busy[rank] = 0.0
+            if own:
+                kind = space.topology.device(rank)
+                most = max(most, float(tables.need(kind, own, in_flight)[at]))
+                table = space.kind_table(kind, own)
+                seconds = float((table.forward + table.backward)[at]) * kind.seconds_scale
+                busy[rank] = choice.micro_batches * seconds
     return most, busy
 
 

@@ -33,15 +33,15 @@ cuts are not made. More devices than `MOST_GROUPS` stay together with their neig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..candidate import Proposal, replicated_pipeline
-from ..stage_table import Floats
+from ..search.space import Space
+from ..stage_table import Floats, Indices
 from .base import Planner
 from .replica_groups import (
     MicroBatchChoice,
@@ -52,103 +52,13 @@ from .replica_groups import (
     micro_batch_choices,
     thin_cuts,
 )
+from .stage_programme import StagePlan, StageRule, Values, least_plans
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from ..search.space import Space
 
 BLOCKS = 60
 """Blocks of layers between which a search may cut."""
-
-
-@dataclass(frozen=True)
-class BottleneckRule:
-    """What stages and cuts take, with the devices counted from the last stage.
-
-    stage(replicas, devices, to_last): (cut points, cut points), seconds of every stage on so many replicas,
-    where so many devices and stages go from it to the last; inf for what does not fit.
-    channel(replicas, following, devices): (cut points,), seconds of the cut before a stage of `following`
-    replicas, where so many devices go from that to the last; None where cuts are of the stages.
-    """
-
-    stage: Callable[[int, int, int], Floats]
-    channel: Callable[[int, int, int], Floats] | None = None
-
-
-@dataclass(frozen=True)
-class BottleneckPlan:
-    """By stage the cut point it ends at and its replicas; the slowest of the stages and cuts, in seconds."""
-
-    ends: tuple[int, ...]
-    replicas: tuple[int, ...]
-    seconds: float
-
-
-Table = dict[tuple[int, int], Floats]
-"""By devices, and replicas of the first stage on them: the least bottleneck from every cut point to the end,
-(cut points,)."""
-
-
-def least_bottlenecks(
-    rule: BottleneckRule, sizes: Sequence[int], devices: int, most_stages: int, *, on_all: bool
-) -> Iterator[BottleneckPlan]:
-    """By number of stages, the plan whose slowest stage or cut is fastest, where there is one.
-
-    `sizes`: the replicas that a stage may have; `on_all`: whether no device stays free.
-    """
-    tables: list[Table] = []
-    for to_last in range(1, most_stages + 1):
-        table: Table = {}
-        for used in range(to_last, devices + 1):
-            for replicas in (size for size in sizes if size <= used):
-                following = [] if not tables else _behind(rule, tables[-1], replicas, used - replicas)
-                if following:
-                    behind = np.minimum.reduce([totals for totals, _ in following])
-                    table[used, replicas] = np.maximum(rule.stage(replicas, used, to_last), behind).min(
-                        axis=1
-                    )
-                elif not tables and used == replicas:
-                    table[used, replicas] = rule.stage(replicas, used, 1)[:, -1]
-        if not table:
-            return
-        tables.append(table)
-        starts = [(float(own[0]), key) for key, own in table.items() if key[0] == devices or not on_all]
-        seconds, key = min(starts, default=(np.inf, (0, 0)))
-        if seconds < np.inf:
-            yield _trace_back(rule, tables, key, seconds)
-
-
-def _behind(
-    rule: BottleneckRule, table: Table, replicas: int, rest: int
-) -> list[tuple[Floats, tuple[int, int]]]:
-    """By what follows a stage, the least bottleneck of a cut at every place and all behind it."""
-    channel = rule.channel
-    return [
-        (best if channel is None else np.maximum(channel(replicas, following, rest), best), (rest, following))
-        for (used, following), best in table.items()
-        if used == rest
-    ]
-
-
-def _trace_back(
-    rule: BottleneckRule, tables: Sequence[Table], key: tuple[int, int], seconds: float
-) -> BottleneckPlan:
-    """The stages behind a least bottleneck."""
-    place, ends, counts = 0, list[int](), list[int]()
-    for to_last in range(len(tables), 0, -1):
-        used, replicas = key
-        counts.append(replicas)
-        own = rule.stage(replicas, used, to_last)[place]
-        if to_last > 1:
-            following = _behind(rule, tables[to_last - 2], replicas, used - replicas)
-            totals, key = min(
-                ((np.maximum(own, behind), key) for behind, key in following), key=lambda pair: pair[0].min()
-            )
-            place = int(totals.argmin())
-        else:
-            place = len(own) - 1
-        ends.append(place)
-    return BottleneckPlan(tuple(ends), tuple(counts), seconds)
 
 
 class _Costs:
@@ -156,39 +66,44 @@ class _Costs:
 
     def __init__(self, space: Space, choice: MicroBatchChoice, groups: int, each: int) -> None:
         self.space, self.choice, self.groups, self.each = space, choice, groups, each
-        self.work = cache(self._cost)
+        self.work, self.channel = cache(self._work), cache(self._channel)
 
-    def ranks(self, groups: int, devices: int) -> tuple[int, ...]:
-        """Of so many groups, with which so many begin that end with the last."""
-        first = (self.groups - devices) * self.each
-        return tuple(range(first, first + groups * self.each))
+    def ranks(self, size: int, used: int) -> tuple[int, ...]:
+        """Devices of a stage of so many groups, from which `used` groups go to the last."""
+        first = (self.groups - used) * self.each
+        return tuple(range(first, first + size * self.each))
 
-    def _cost(self, groups: int, devices: int) -> ReplicaWork:
-        """What all stages cost there."""
-        return cost_replicas(self.space, self.choice, self.ranks(groups, devices))
+    def _work(self, size: int, used: int) -> ReplicaWork:
+        return cost_replicas(self.space, self.choice, self.ranks(size, used))
 
-    def spp_stage(self, replicas: int, devices: int, to_last: int) -> Floats:
-        """M (f + b) + AR."""
-        work = self.work(replicas, devices)
-        computing = work.work(self.choice.in_flight(to_last))
-        return self.choice.micro_batches * computing + work.all_reduce
+    def spp_stage(self, size: int, to_last: int, rests: Indices, later: Values) -> Floats:
+        """M (f + b) + AR, or what follows, if that is slower."""
+        works = [self.work(size, size + rest) for rest in rests.tolist()]
+        in_flight, count = self.choice.in_flight(to_last), self.choice.micro_batches
+        seconds = np.stack([count * work.work(in_flight) + work.all_reduce for work in works])
+        return np.maximum(seconds, later[:, :, None])
 
-    def spp_channel(self, replicas: int, following: int, devices: int) -> Floats:
-        """M times the two transfers of a micro-batch between the groups of replicas."""
-        senders, receivers = self.ranks(replicas, devices + replicas), self.ranks(following, devices)
+    def spp_cut(self, size: int, following: int, rests: Indices, later: Values) -> Values:
+        """M times the two transfers of a micro-batch between the groups of replicas, or what follows."""
+        return np.maximum([self.channel(size, following, rest) for rest in rests.tolist()], later)
+
+    def _channel(self, size: int, following: int, rest: int) -> Floats:
+        senders, receivers = self.ranks(size, size + rest), self.ranks(following, rest)
         latency, each = self.space.routes.route(senders, receivers)
-        crossing = self.work(replicas, devices + replicas).crossing * len(senders)
+        crossing = self.work(size, size + rest).crossing * len(senders)
         return 2 * self.choice.micro_batches * (latency + each * crossing)
 
-    def piper_stage(self, replicas: int, devices: int, to_last: int) -> Floats:
+    def piper_stage(self, size: int, to_last: int, rests: Indices, later: Values) -> Floats:
         """Compute, transfers at both ends and the gradients' part of a micro-batch, M times."""
-        work, d = self.work(replicas, devices), replicas * self.each
-        moved = 2 * (work.crossing[:, None] + work.crossing[None, :])
-        weights = self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable
-        exchanged = 4 * (d - 1) / d * np.asarray(weights) / self.choice.micro_batches
+        d, count = size * self.each, self.choice.micro_batches
+        weights = np.asarray(self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable)
         bandwidth = list_tiers(self.space.topology)[-1].bandwidth
-        seconds = work.work(self.choice.in_flight(to_last)) + (moved + exchanged) / bandwidth
-        return self.choice.micro_batches * seconds
+        works = [self.work(size, size + rest) for rest in rests.tolist()]
+        crossing = works[0].crossing
+        moved = 2 * (crossing[:, None] + crossing) + 4 * (d - 1) / d * weights / count
+        in_flight = self.choice.in_flight(to_last)
+        seconds = np.stack([count * (work.work(in_flight) + moved / bandwidth) for work in works])
+        return np.maximum(seconds, later[:, :, None])
 
 
 def _propose(spp: bool, problem: Problem) -> Iterator[Proposal]:
@@ -197,9 +112,9 @@ def _propose(spp: bool, problem: Problem) -> Iterator[Proposal]:
     cut_points = space.table(space.chain.sizes[0]).cut_points
     for choice in micro_batch_choices(problem.configs):
         for plan, each in find_plans(space, choice, problem, spp=spp):
-            ends = tuple(cut_points[end] for end in plan.ends)
-            replicas = [count * each for count in plan.replicas]
-            yield replicated_pipeline(choice.config(recomputes=False), ends, replicas, plan.seconds)
+            replicas = [size * each for size in plan.sizes]
+            ends = [cut_points[end] for end in plan.ends]
+            yield replicated_pipeline(choice.config(recomputes=False), ends, replicas, plan.value)
 
 
 PLANNERS = (Planner("spp", partial(_propose, True)), Planner("piper", partial(_propose, False)))
@@ -207,25 +122,23 @@ PLANNERS = (Planner("spp", partial(_propose, True)), Planner("piper", partial(_p
 
 def find_plans(
     space: Space, choice: MicroBatchChoice, problem: Problem, *, spp: bool
-) -> list[tuple[BottleneckPlan, int]]:
+) -> list[tuple[StagePlan, int]]:
     """The plans for one choice, each with the devices that stay together: SPP's by number of stages, or the
     one of Piper."""
     each, counts = group_choices(space, problem.usable_gpus)
     costs = _Costs(space, choice, problem.usable_gpus // each, each)
-    rule = BottleneckRule(
-        cache(costs.spp_stage if spp else costs.piper_stage), cache(costs.spp_channel) if spp else None
-    )
-    most = min(costs.groups, problem.stage_counts[-1])
-    on_all = spp or problem.options.use_all
-    plans = list[tuple[BottleneckPlan, int]]()
-    for own in counts:
-        sizes = [
-            count
-            for count in own
-            if count * each <= choice.size
-            and problem.may_share(choice.size, [count * each])
-            and space.fits_someone(choice.size, count * each)
+    rule = StageRule(costs.spp_stage, costs.spp_cut) if spp else StageRule(costs.piper_stage)
+    most, cut_points = min(costs.groups, problem.stage_counts[-1]), len(space.usable)
+    use_all = spp or problem.options.use_all
+    plans = list[tuple[StagePlan, int]]()
+    for sizes in counts:
+        fitting = [
+            size
+            for size in sizes
+            if size * each <= choice.size
+            and problem.may_share(choice.size, [size * each])
+            and space.fits_someone(choice.size, size * each)
         ]
-        bottlenecks = least_bottlenecks(rule, sizes, costs.groups, most, on_all=on_all)
-        plans += [(plan, each) for plan in bottlenecks]
-    return plans if spp else sorted(plans, key=lambda pair: pair[0].seconds)[:1]
+        found = least_plans(rule, fitting, costs.groups, cut_points, most, use_all=use_all)
+        plans += [(plan, each) for plan in found]
+    return plans if spp else sorted(plans, key=lambda pair: pair[0].value)[:1]

@@ -27,7 +27,7 @@ from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.asteroid import _by_speed, _next_receiver, _offload
+from pplan.planner.planners.asteroid import _least_shares
 from pplan.planner.planners.base import stage_counts
 from pplan.planner.planners.critical_stages import _longest_part, _next_partitions
 from pplan.planner.planners.replica_groups import thin_cuts
@@ -108,14 +108,6 @@ def test_memory_is_of_one_replica_where_none_is_said(even: Chain) -> None:
         table.memory(1, "never", "adam", *replicas, zero=1)[0, -1] for replicas in ((), (1,), (2,))
     )
     assert alone == own > two
-
-
-def test_a_part_more_goes_to_who_ends_first() -> None:
-    """Two devices of one stage that take 1 and 2 s a part; the first has room for two parts, then none."""
-    seconds = np.array([[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]])[:, :, None]
-    for shares, receiver, ends in (((1, 1), 0, 2.0), ((2, 1), 1, 4.0)):
-        found = _next_receiver(seconds, np.array([[2], [2]]), np.array(shares)[:, None])
-        assert [float(own[0]) for own in found] == [receiver, ends]
 
 
 def test_a_backward_that_recomputes_takes_a_forward_more(even: Chain) -> None:
@@ -204,22 +196,13 @@ def test_of_many_devices_of_a_kind_powers_of_two_are_tried(
     assert tried == [*fast, ("slow", 1, 9), ("slow", 2, 9)]
 
 
-def test_parts_go_from_the_slowest_device_to_one_that_is_faster_with_them() -> None:
-    """The first takes 10 s for its fourth part; the second 2 s for each. Then 3 s against 4: none moves."""
-    seconds = np.array([[0.0, 1, 2, 3, 10], [0, 2, 4, 6, 8]])[:, :, None]
-    room = np.array([[4], [4]])
-    assert _offload(seconds, room, np.array([[4], [0]])).ravel().tolist() == [3, 1]
-    assert _offload(seconds, room, np.array([[0], [4]])).ravel().tolist() == [3, 1]
-    assert _offload(seconds, np.array([[4], [0]]), np.array([[4], [0]])).ravel().tolist() == [4, 0]
-
-
-def test_parts_by_speed() -> None:
-    """Three times as fast gets three of four parts; what has no room for them, as many as it has."""
-    seconds = np.array([[0.0, 1, 2, 3, 4], [0, 3, 6, 9, 12]])[:, :, None]
-    room = np.array([[4], [4]])
-    assert _by_speed(seconds, room, 4).ravel().tolist() == [3, 1]
-    assert _by_speed(seconds, np.array([[2], [4]]), 4).ravel().tolist() == [2, 2]
-    assert _by_speed(seconds, np.array([[2], [1]]), 4).ravel().tolist() == [2, 1]
+def test_parts_go_to_the_devices_that_end_first_with_them() -> None:
+    """The first device is three times as fast; then where one has room for fewer; and in too little room."""
+    times = [np.array([[0.0] * 5, own])[:, :, None, None] for own in ([0.0, 1, 2, 3, 10], [0.0, 3, 6, 9, 12])]
+    for room, shares in (([4, 4], [3, 1]), ([2, 4], [2, 2]), ([1, 4], [1, 3])):
+        assert _least_shares(times, np.array(room)[:, None, None], 4).ravel().tolist() == shares
+    shares = _least_shares(times, np.array([[[2]], [[1]]]), 4)
+    assert (shares > [[[2]], [[1]]]).any()
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_shares_by_brute_force(seeds: Sequence[int], make_chain: MakeChain) -> N
         in_flight = [1, 3][seed // 3 % 2]
         tables = ShareTables(space, MicroBatchChoice("1f1b", 8, 6, ("never",)))
         assert (tables.parts, tables.unit) == (6, 1)
-        made = tables.share(kinds, in_flight)
+        made = tables.share(tuple(kinds), in_flight)
         cut_points = space.table(1).cut_points
         for i, j in combinations(range(len(cut_points)), 2):
             best = np.inf

@@ -129,12 +129,12 @@ def test_spp_and_piper_by_brute_force(
                     spp[len(ends)] = min(spp.get(len(ends), np.inf), spp_bottleneck(stages, routes))
         plans = {len(plan.ends): plan for plan, _ in find_plans(space, choice, problem, spp=True)}
         best = {count: seconds for count, seconds in spp.items() if seconds < np.inf}
-        assert {count: plan.seconds for count, plan in plans.items()} == pytest.approx(best, rel=1e-9)
+        assert {count: plan.value for count, plan in plans.items()} == pytest.approx(best, rel=1e-9)
         own = find_plans(space, choice, problem, spp=False)
-        assert (own[0][0].seconds if own else np.inf) == pytest.approx(piper, rel=1e-9)
+        assert (own[0][0].value if own else np.inf) == pytest.approx(piper, rel=1e-9)
         infeasible += not own
         several += any(count > 1 for count in plans)
-        replicated += any(max(plan.replicas) > 1 for plan in plans.values())
+        replicated += any(max(plan.sizes) > 1 for plan in plans.values())
     assert infeasible > len(seeds) // 20
     assert several > len(seeds) * 5 // 12
     assert replicated > len(seeds) // 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple_planner import DappleStage, latency
+from pplan.planner.planners.dapple_planner import Latency
 from pplan.planner.stage_table import Floats
 
 
@@ -18,11 +18,19 @@ def of(
     transfers: Sequence[float],
     micro_batches: int,
 ) -> Floats:
-    stages = [
-        DappleStage(np.array([f]), np.array([b]), np.array([r]))
-        for f, b, r in zip(forward, backward, all_reduce, strict=True)
-    ]
-    return latency(stages, [np.array([t]) for t in transfers], micro_batches)
+    return latency(
+        np.array([forward, backward, all_reduce])[..., None], np.array(transfers)[:, None], micro_batches
+    )
+
+
+def latency(stages: Floats, transfers: Floats, micro_batches: int) -> Floats:
+    """(plans,): of stages (forward, backward and all-reduce, stages, plans), the last one first."""
+    terms = Latency(*np.full((4, stages.shape[2]), -np.inf))
+    for stage in reversed(range(stages.shape[1])):
+        terms = terms.after(*stages[:, stage], micro_batches)
+        if stage:
+            terms = terms.after(transfers[stage - 1], transfers[stage - 1], 0.0, micro_batches)
+    return terms.seconds
 
 
 def test_equal_stages_turn_around_the_last() -> None:
@@ -72,12 +80,9 @@ def test_one_micro_batch_and_one_stage() -> None:
 def test_many_plans_side_by_side() -> None:
     """Arrays of plans give what each gives alone."""
     rng = np.random.default_rng(0)
-    values = rng.random((4, 3, 50)) * np.array([1, 4])[rng.integers(0, 2, (4, 1, 50))]
-    stages = [DappleStage(*stage) for stage in values]
-    transfers = list(rng.random((3, 50)))
+    stages = rng.random((3, 4, 50)) * np.array([1, 4])[rng.integers(0, 2, (1, 4, 50))]
+    transfers = rng.random((3, 50))
     found = latency(stages, transfers, 5)
     for plan in range(50):
-        alone = latency(
-            [DappleStage(*stage[:, [plan]]) for stage in values], [t[[plan]] for t in transfers], 5
-        )
+        alone = latency(stages[..., [plan]], transfers[:, [plan]], 5)
         assert alone[0] == found[plan]

@@ -7,7 +7,6 @@ import pytest
 from pplan.planner.planners.dapple_planner import (
     append_first,
     fresh_first,
-    list_ranks,
     scatter_first,
     split_machines,
 )
@@ -48,15 +47,12 @@ def test_scatter_stays_on_used_machines_where_they_have_enough() -> None:
     assert scatter_first((4, 4, 4), (4, 2, 0), 2) == (0, 1, 1)
 
 
-def test_ranks_follow_the_used_ones() -> None:
-    assert list_ranks((0, 4), (2, 0), (1, 3)) == (2, 4, 5, 6)
-
-
 def test_machines_of_few_devices() -> None:
     """Six devices, four to a node: the second has two."""
     machines = split_machines(6, 4)
     assert (machines.rooms, machines.starts, machines.each) == ((4, 2), (0, 4), 1)
     assert machines.ranks((1, 0), (2, 1)) == (1, 2, 4)
+    assert machines.ranks((2, 0), (1, 2)) == (2, 4, 5)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.dapple_planner import (
     POLICIES,
-    UNLIMITED,
     BeamLimits,
-    StageLimits,
     find_dapple_plan,
     split_machines,
 )
@@ -34,7 +32,7 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 Devices = tuple[tuple[int, ...], ...]
 
-EVERY = BeamLimits(entries=10**7, plans_per_state=10**6)
+EVERY = BeamLimits(width=10**9, plans_per_state=10**6)
 """No plan of a state is dropped."""
 PAPER = BeamLimits(plans_per_state=1)
 
@@ -129,15 +127,17 @@ def placed(stages: int, size: int, gpus: int, per_node: int) -> Iterator[Devices
     return extended(stages, (0,) * len(machines.rooms))
 
 
-def least(space: Space, trial: MicroBatchChoice, gpus: int, whole: StageLimits = UNLIMITED) -> float:
+def least(
+    space: Space, trial: MicroBatchChoice, gpus: int, most_stages: int | None = None, use_all: bool = False
+) -> float:
     """Of all plans."""
     cuts = [int(i) + 1 for i in np.flatnonzero(space.chain.cut_after)]
     per_node = space.topology.gpus_per_node
     each = (
         estimated(space, trial, (*chosen, len(space.chain)), devices)
-        for stages in range(1, min(gpus, len(cuts) + 1, whole.most_stages or gpus) + 1)
+        for stages in range(1, min(gpus, len(cuts) + 1, most_stages or gpus) + 1)
         for devices in placed(stages, trial.size, gpus, per_node)
-        if not whole.use_all or sum(map(len, devices)) == gpus
+        if not use_all or sum(map(len, devices)) == gpus
         for chosen in combinations(cuts, stages - 1)
     )
     return min(each, default=np.inf)
@@ -197,17 +197,17 @@ def test_brute_force(seeds: range, make_chain: MakeChain, make_topology: MakeTop
     assert as_good > 0.8 * feasible
 
 
-@pytest.mark.parametrize("whole", [StageLimits(most_stages=2), StageLimits(use_all=True)])
+@pytest.mark.parametrize(("most", "use_all"), [(2, False), (None, True)])
 def test_brute_force_of_some_plans(
-    whole: StageLimits, make_chain: MakeChain, make_topology: MakeTopology
+    most: int | None, use_all: bool, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     """With at most two stages, or on all devices."""
     differ = 0
     for seed in range(40):
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected, found = (
-            least(space, trial, gpus, whole),
-            find_dapple_plan(space, trial, gpus, whole, beam=EVERY),
+            least(space, trial, gpus, most, use_all),
+            find_dapple_plan(space, trial, gpus, most, use_all=use_all, beam=EVERY),
         )
         if found is None:
             assert expected == np.inf

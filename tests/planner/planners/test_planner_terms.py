@@ -16,8 +16,7 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.balance import balance
 from pplan.planner.cut_limits import CutLimits
 from pplan.planner.planners import asteroid, hetpipe
-from pplan.planner.planners.alpa import _Enumeration, _spaced
-from pplan.planner.planners.asteroid import ShareTables, _by_speed, _offload
+from pplan.planner.planners.asteroid import ShareTables
 from pplan.planner.planners.critical_stages import autopipe_partition, simulate_1f1b
 from pplan.planner.planners.hetpipe import HetPipePlan, VirtualWorker, exchange_seconds, find_hetpipe_plan
 from pplan.planner.planners.replica_groups import MicroBatchChoice, thin_cuts
@@ -25,55 +24,6 @@ from pplan.planner.search.space import Space
 
 MakeChain = Callable[..., Chain]
 Patch = pytest.MonkeyPatch
-
-
-def shared_by_loops(seconds: list[list[float]], room: list[int], parts: int) -> tuple[list[int], list[int]]:
-    """Parts by speed, what is left one by one to whoever ends first with it; then parts of the slowest device
-    to whoever is faster with it."""
-    devices = range(len(seconds))
-    speeds = [1 / own[-1] for own in seconds]
-    shares = [min(int(parts * speeds[d] / sum(speeds)), room[d]) for d in devices]
-
-    def receiver() -> tuple[float, int]:
-        able = [(seconds[d][shares[d] + 1], d) for d in devices if shares[d] < room[d]]
-        return min(able, default=(np.inf, 0))
-
-    while sum(shares) < parts and receiver()[0] < np.inf:
-        shares[receiver()[1]] += 1
-    first = list(shares)
-    while True:
-        longest = max(seconds[d][shares[d]] for d in devices)
-        slowest = next(d for d in devices if seconds[d][shares[d]] == longest)
-        longer, to = receiver()
-        if not longer < longest:
-            return first, shares
-        shares[slowest] -= 1
-        shares[to] += 1
-
-
-def test_shares_of_unlike_devices() -> None:
-    """Of many stages at once each as alone, in room for all parts and for fewer."""
-    moved = short = 0
-    for seed in range(12):
-        random = np.random.default_rng(seed)
-        devices, parts, cells = 2 + seed % 3, 6, 9
-        adds = (
-            random.integers(1, 9, (devices, parts, cells))
-            * (1 + np.arange(devices) * (seed % 4))[:, None, None]
-        )
-        seconds = np.concatenate([np.zeros((devices, 1, cells)), adds.cumsum(axis=1)], axis=1)
-        room = random.integers(0, parts + 1, (devices, cells))
-        if seed % 2:
-            room[:] = parts
-        speed = _by_speed(seconds, room, parts)
-        own = _offload(seconds, room, speed.copy())
-        for cell in range(cells):
-            first, last = shared_by_loops(seconds[:, :, cell].tolist(), room[:, cell].tolist(), parts)
-            assert speed[:, cell].tolist() == first, (seed, cell)
-            assert own[:, cell].tolist() == last, (seed, cell)
-            moved += first != last
-            short += sum(last) < parts
-    assert min(moved, short) > 3, (moved, short)
 
 
 def test_parts_of_a_micro_batch() -> None:
@@ -97,26 +47,6 @@ def test_parts_of_a_micro_batch() -> None:
         choice = MicroBatchChoice("1f1b", 4, 8, modes)  # type: ignore[arg-type]
         assert (ShareTables(space, choice).mode == "always") == again
     assert asteroid.MOST_SHARES == 32
-
-
-def test_equal_devices_share_evenly() -> None:
-    """Seven parts among three: 3, 2 and 2, which take what 3 take where 3 have room; none where too few can
-    be costed."""
-    table = np.ones((2, 2))
-    times = np.arange(8.0)[:, None, None] * table
-    room = np.array([[2, 3], [7, -1]])
-    tables = ShareTables(SimpleNamespace(usable=table), SimpleNamespace(size=7))  # type: ignore[arg-type]
-    tables.__dict__.update(parts=7, most=7)
-    kind = Device("a", None)
-    tables._times[kind] = times, 2 * times
-    tables._fits[kind, 5] = room
-    own = tables.share([kind] * 3, 5)
-    assert own.shares[:, 1, 1].tolist() == [3, 2, 2]
-    assert own.forward.tolist() == [[np.inf, 3.0], [3.0, np.inf]]
-    assert own.backward.tolist() == [[np.inf, 6.0], [6.0, np.inf]]
-    tables.__dict__.update(most=2)
-    assert np.isinf(tables.share([kind] * 3, 5).forward).all()
-    assert np.isinf(tables.share([kind] * 3, 5).backward).all()
 
 
 def test_a_virtual_worker_and_its_wave() -> None:
@@ -175,69 +105,6 @@ def test_orders_of_devices() -> None:
     assert set(hetpipe._orders(space, (2, 3))) == {(2, 3), (3, 2)}
     assert len(list(hetpipe._orders(space, (0, 1, 2, 3)))) == 4 * 3
     assert list(hetpipe._orders(space, (0, 1, 2, 3, 4))) == [(0, 1, 2, 3, 4)]
-
-
-def test_values_that_are_apart() -> None:
-    """The largest of those within a width of the first that is left."""
-    for seed in range(20):
-        random = np.random.default_rng(seed)
-        values = np.unique(random.integers(0, 40, 12) / 4)
-        for width in (0.0, 0.25, 1.0, 3.0):
-            left, expected = values.tolist(), list[float]()
-            while left:
-                near = [own for own in left if own <= left[0] + width]
-                expected.append(near[-1])
-                left = left[len(near) :]
-            assert list(_spaced(values, width)) == expected
-
-
-class Table(_Enumeration):
-    """Of three blocks on two groups, with seconds that stand here."""
-
-    cut_points: Any = 4
-
-
-def test_the_least_sum_under_a_limit() -> None:
-    """Of all divisions of three blocks into one or two stages on both groups."""
-    for seed in range(30):
-        random = np.random.default_rng(seed)
-        seconds = []
-        for _ in range(2):
-            tables = {size: np.full((4, 4), np.inf) for size in (1, 2)}
-            for table in tables.values():
-                for i in range(4):
-                    table[i, i + 1 :] = random.choice(
-                        [1.0, 2.0, 3.0, 5.0, np.inf], 3 - i, p=[0.3, 0.2, 0.2, 0.2, 0.1]
-                    )
-            seconds.append(tables)
-        work = {size: SimpleNamespace(never=np.zeros((4, 4))) for size in (1, 2)}
-        choice = MicroBatchChoice("1f1b", 4, 8, ("never",))
-        space: Any = SimpleNamespace(budget=SimpleNamespace(check=lambda: None))
-        own = Table(space, choice, 2, 3, [1, 2], 2)
-        own.__dict__.update(seconds=seconds, stage_work=work)
-        values = sorted({v for tables in seconds for t in tables.values() for v in t.ravel() if v < np.inf})
-        every: list[Any] = [([seconds[0][2][0, 3]], (3,), (2,))]
-        every += [([seconds[1][1][0, c], seconds[0][1][c, 3]], (c, 3), (1, 1)) for c in (1, 2)]
-        for limit in (*values, np.inf):
-            fitting = [one for one in every if max(one[0]) <= limit and max(one[0]) < np.inf]
-            found = own._least_sum(limit)
-            assert (found is None) == (not fitting)
-            if found is not None:
-                plan, least = found
-                assert least == min(sum(times) for times, _, _ in fitting)
-                times, _, replicas = next(one for one in every if one[1] == plan.ends)
-                assert sum(times) == least
-                assert plan.replicas == tuple(3 * size for size in replicas)
-                assert plan.seconds == sum(times) + 3 * max(times)
-                assert plan.recomputes
-        possible = [limit for limit in values if own._least_sum(limit) is not None]
-        if possible:
-            best = own.best(None)
-            cost = min(sum(times) + 3 * max(times) for times, _, _ in every)
-            assert best is not None
-            assert best.seconds == cost
-        else:
-            assert own.best(None) is None
 
 
 @pytest.mark.parametrize("blocks", [2, 5, 10])
