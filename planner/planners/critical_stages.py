@@ -32,12 +32,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, pairwise
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -59,8 +58,18 @@ MOST_PARTITIONS = 50
 """That are simulated of one shape."""
 FORWARD, WEIGHT = 0, 2
 """Kinds of actions, as `Order.kind` has them."""
-Simulation = Callable[[Ends], tuple[float, int]]
-"""Seconds of a step of a partition, and the part that it waits for."""
+
+
+class Times(NamedTuple):
+    """By action, when it starts and ends, and the action that it starts after."""
+
+    start: list[float]
+    end: list[float]
+    cause: list[int]
+
+
+Critical = Callable[[Order, Times], int]
+"""The part that a step waits for."""
 
 
 def _autopipe(problem: Problem) -> Iterator[Proposal]:
@@ -80,39 +89,36 @@ def _autopipe(problem: Problem) -> Iterator[Proposal]:
 def autopipe_partition(
     forward: Floats, backward: Floats, stages: int, micro_batches: int
 ) -> tuple[Ends, float]:
-    """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them."""
+    """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them. Of
+    more than 2 p micro-batches the others take what they take on the slowest stage."""
+    count = min(micro_batches, 2 * stages)
+    order, sent = _resolve("1f1b", stages, count, 1), np.zeros(len(forward) + 1)
+    rule = partial(partition, critical=master_stage, both_sides=False, most=inf, more=micro_batches - count)
+    return rule(order, forward, backward, sent)
 
-    def simulate(ends: Ends) -> tuple[float, int]:
-        return simulate_1f1b(*_sums(ends, forward, backward), micro_batches=micro_batches)
 
-    return _best_partition(forward + backward, stages, simulate)
-
-
-def simulate_1f1b(
-    forward: Sequence[float], backward: Sequence[float], *, micro_batches: int
-) -> tuple[float, int]:
-    """Seconds of a step of 1F1B without transfers, and its master stage: the last one without idle time
-    between its first and its last forward, else the slowest. Of more than 2 p micro-batches the others take
-    what they take on the slowest stage."""
-    p = len(forward)
-    count = min(micro_batches, 2 * p)
-    order = _resolve("1f1b", p, count, 1)
-    start, end, _ = _run(order, forward, backward, [0.0] * p)
-    kinds, places, idle = order.kind.tolist(), order.place.tolist(), [0.0] * p
-    last = {place: at for at, (place, kind) in enumerate(zip(places, kinds, strict=True)) if kind == FORWARD}
-    for at, (place, previous) in enumerate(zip(places, order.previous.tolist(), strict=True)):
+def master_stage(order: Order, times: Times) -> int:
+    """The last stage without idle time between its first and its last forward, else the slowest."""
+    idle, busy, last = defaultdict[int, float](float), defaultdict[int, float](float), dict[int, int]()
+    actions = list(zip(order.place.tolist(), order.kind.tolist(), order.previous.tolist(), strict=True))
+    last.update({place: at for at, (place, kind, _) in enumerate(actions) if kind == FORWARD})
+    for at, (place, _, previous) in enumerate(actions):
+        busy[place] += times.end[at] - times.start[at]
         if previous != NONE and at <= last[place]:
-            idle[place] += start[at] - end[previous]
-    work = [f + b for f, b in zip(forward, backward, strict=True)]
-    without = [stage for stage in range(p) if idle[stage] <= 1e-12 * max(end)]
-    busiest = max(range(p), key=lambda stage: (work[stage], stage))
-    return max(end) + (micro_batches - count) * max(work), max(without, default=busiest)
+            idle[place] += times.start[at] - times.end[previous]
+    without = [stage for stage in last if idle[stage] <= 1e-12 * max(times.end)]
+    return max(without, default=max(busy, key=lambda stage: (busy[stage], stage)))
 
 
 def _torch_partition(problem: Problem) -> Iterator[Proposal]:
     """Yield the partition for each micro-batch size, schedule and shape on all devices."""
+    own = [
+        replace(config, virtual_stages=PARTS[config.schedule])
+        for config in problem.configs
+        if config.schedule in PARTS and config.virtual_stages in (1, PARTS[config.schedule])
+    ]
     for stages, replicas in full_shapes(problem):
-        for config in _configs(problem, replicas) if stages > 1 else ():
+        for config in shared_configs(problem, dict.fromkeys(own), replicas) if stages > 1 else ():
             plan = _find_partition(problem, config, stages, replicas)
             if plan is not None:
                 yield plan
@@ -127,45 +133,31 @@ def _refusal(problem: Problem) -> str:
 PLANNERS = (Planner("autopipe", _autopipe), Planner("torch-partition", _torch_partition, _refusal))
 
 
-def _configs(problem: Problem, replicas: int) -> list[PipelineConfig]:
-    own = [
-        replace(config, virtual_stages=PARTS[config.schedule])
-        for config in problem.configs
-        if config.schedule in PARTS and config.virtual_stages in (1, PARTS[config.schedule])
-    ]
-    return shared_configs(problem, dict.fromkeys(own), replicas)
-
-
 def _find_partition(problem: Problem, config: PipelineConfig, stages: int, replicas: int) -> Proposal | None:
     """None where the schedule does not run with these numbers."""
     space, parts, micro_batches = problem.space, stages * config.virtual_stages, config.micro_batches
-    order = _short_order(config, stages)
-    if order is None or parts > space.chain.max_stages:
+    divides = config.virtual_stages == 1 or micro_batches % stages == 0
+    if micro_batches < stages or not divides or parts > space.chain.max_stages:
+        return None
+    count = min(micro_batches, 2 * stages)
+    try:
+        order = _resolve(config.schedule, stages, count, config.virtual_stages)
+    except UsageError:
         return None
     group = space.replica_group(config.micro_batch_size, range(replicas))
     forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
     latency, each = space.routes.route(tuple(range(replicas)), tuple(range(replicas, 2 * replicas)))
     sent = latency + each * replicas * np.asarray(group.table.crossing)
-    ends, seconds = partition(order, forward, backward, sent, space.budget.check)
-    (work,) = _sums(ends, forward + backward)
+    ends, seconds = partition(order, forward, backward, sent, check=space.budget.check)
+    work = _sums(ends, forward + backward)
     slowest = max(sum(work[device::stages]) for device in range(stages))
     places = order.program.pipes[0]
     return Proposal(
         config,
         tuple(group.table.cut_points[end] for end in ends),
         tuple(tuple(range(place.device * replicas, (place.device + 1) * replicas)) for place in places),
-        seconds + (micro_batches - order.program.micro_batches) * slowest,
+        seconds + (micro_batches - count) * slowest,
     )
-
-
-def _short_order(config: PipelineConfig, stages: int) -> Order | None:
-    """Of at most 2 p micro-batches; None where the schedule does not run with these numbers."""
-    divides = config.virtual_stages == 1 or config.micro_batches % stages == 0
-    with suppress(UsageError):
-        if config.micro_batches >= stages and divides:
-            count = min(config.micro_batches, 2 * stages)
-            return _resolve(config.schedule, stages, count, config.virtual_stages)
-    return None
 
 
 @lru_cache(maxsize=64)
@@ -174,47 +166,53 @@ def _resolve(schedule: str, stages: int, micro_batches: int, parts: int) -> Orde
 
 
 def partition(
-    order: Order, forward: Floats, backward: Floats, sent: Floats, check: Callable[[], None] = lambda: None
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    sent: Floats,
+    *,
+    critical: Critical | None = None,
+    both_sides: bool = True,
+    most: float = MOST_PARTITIONS,
+    more: int = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Ends, float]:
-    """The best partition of blocks of these seconds, and its simulated step. `sent`: seconds of the transfer
-    at each cut, from 0 to the number of blocks; `check`: called before each simulation."""
+    """The partition of the shortest step, from the balanced one on, and its simulated seconds.
 
-    def simulate(ends: Ends) -> tuple[float, int]:
-        check()
-        first, second = _sums(ends, forward, backward)
-        return simulate_parts(order, first, second, [float(sent[end]) for end in ends])
-
-    work, parts = forward + backward, order.program.slots
-    return _best_partition(work, parts, simulate, most=MOST_PARTITIONS, both_sides=True)
-
-
-def _sums(ends: Ends, *seconds: Floats) -> list[list[float]]:
-    """By kind of seconds, those of each part."""
-    return [[float(own[begin:end].sum()) for begin, end in pairwise((0, *ends))] for own in seconds]
-
-
-def _best_partition(
-    work: Floats, parts: int, simulate: Simulation, *, most: float = inf, both_sides: bool = False
-) -> tuple[Ends, float]:
-    """The partition of the shortest step, from the balanced one on, of at most so many.
-
-    `both_sides`: also of those that give the last block on. Those whose critical part is further back are not
-    moved on."""
-    first = balanced_ends(work, parts)
-    seconds, critical = simulate(first)
-    best = seconds, first
-    partitions, queue = {first}, deque([(first, critical)])
+    Args:
+        order: The actions of a step.
+        forward: Seconds of each block.
+        backward: Seconds of each block.
+        sent: Seconds of the transfer at each cut, from 0 to the number of blocks.
+        critical: Returns the part that a step waits for; None for `critical_part`.
+        both_sides: Whether to look at partitions that give the last block of the critical part to the next
+        part, too,
+            and move those no further whose critical part is further back.
+        most: Number of partitions to simulate.
+        more: Micro-batches beyond those of the order, which take what they take in the slowest part.
+        check: Called before each simulation.
+    """
+    work, steps = forward + backward, dict[Ends, float]()
+    queue = deque([(balanced_ends(work, order.program.slots), inf)])
     while queue:
-        ends, critical = queue.popleft()
-        for other in islice(_next_partitions(work, ends, critical), 2 if both_sides else 1):
-            if other in partitions or len(partitions) >= most:
-                continue
-            partitions.add(other)
-            seconds, part = simulate(other)
-            best = min(best, (seconds, other))
-            if part <= critical or not both_sides:
-                queue.append((other, part))
-    return best[1], best[0]
+        ends, earlier = queue.popleft()
+        if ends in steps or len(steps) >= most:
+            continue
+        check()
+        each = _sums(ends, forward), _sums(ends, backward)
+        times = _run(order, *each, [float(sent[end]) for end in ends])
+        steps[ends] = max(times.end) + more * max(map(sum, zip(*each, strict=True)))
+        part = (critical or critical_part)(order, times)
+        if part <= earlier or not both_sides:
+            following = islice(_next_partitions(work, ends, part), 2 if both_sides else 1)
+            queue += [(other, part) for other in following]
+    seconds, ends = min((seconds, ends) for ends, seconds in steps.items())
+    return ends, seconds
+
+
+def _sums(ends: Ends, seconds: Floats) -> list[float]:
+    """Seconds of each part."""
+    return [float(seconds[begin:end].sum()) for begin, end in pairwise((0, *ends))]
 
 
 def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
@@ -228,25 +226,18 @@ def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
         yield (*balanced_ends(work[: end - 1], critical + 1), *ends[critical + 1 :])
 
 
-def simulate_parts(
-    order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]
-) -> tuple[float, int]:
-    """Seconds of a step of parts of these seconds, with `sent` seconds from each part to the next and back;
-    and the part that is longest on a critical path between the first backward and the last forward."""
-    start, end, cause = _run(order, forward, backward, sent)
+def critical_part(order: Order, times: Times) -> int:
+    """The part that is longest on a critical path between the first backward and the last forward."""
     forwards = (order.kind == FORWARD).tolist()
-    begin = min(second for second, is_forward in zip(start, forwards, strict=True) if not is_forward)
-    until = max(second for second, is_forward in zip(end, forwards, strict=True) if is_forward)
-    last = max(range(len(end)), key=end.__getitem__)
-    within = begin, max(begin, until)
-    return end[last], _longest_part(last, cause, start, end, order.place.tolist(), within)
+    begin = min(second for second, is_forward in zip(times.start, forwards, strict=True) if not is_forward)
+    until = max(second for second, is_forward in zip(times.end, forwards, strict=True) if is_forward)
+    last = max(range(len(times.end)), key=times.end.__getitem__)
+    return _longest_part(last, times, order.place.tolist(), (begin, max(begin, until)))
 
 
-def _run(
-    order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]
-) -> tuple[list[float], list[float], list[int]]:
-    """By action, when it starts and ends, and the action that it starts after."""
-    start, end, cause = list[float](), list[float](), list[int]()
+def _run(order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]) -> Times:
+    """Times of parts of these seconds, with `sent` seconds from each part to the next and back."""
+    start, end, cause = times = Times([], [], [])
     columns = (order.kind, order.place, order.previous, order.source, order.splits)
     for kind, place, previous, source, split in zip(*(own.tolist() for own in columns), strict=True):
         begin, after = (end[previous] if previous != NONE else 0.0), previous
@@ -258,26 +249,19 @@ def _run(
         start.append(begin)
         cause.append(after)
         end.append(begin + (forward[place] if kind == FORWARD else seconds))
-    return start, end, cause
+    return times
 
 
-def _longest_part(
-    last: int,
-    cause: Sequence[int],
-    start: Sequence[float],
-    end: Sequence[float],
-    places: Sequence[int],
-    within: tuple[float, float],
-) -> int:
+def _longest_part(last: int, times: Times, places: Sequence[int], within: tuple[float, float]) -> int:
     """On the path of causes that ends with the action `last`: of its actions that begin and end within the
     seconds, else of all; the earliest of equal parts."""
     inside, everywhere = defaultdict[int, float](float), defaultdict[int, float](float)
     at = last
     while at != NONE:
-        seconds = end[at] - start[at]
-        everywhere[places[at]] += seconds
-        if within[0] <= start[at] and end[at] <= within[1]:
-            inside[places[at]] += seconds
-        at = cause[at]
+        start, end = times.start[at], times.end[at]
+        everywhere[places[at]] += end - start
+        if within[0] <= start and end <= within[1]:
+            inside[places[at]] += end - start
+        at = times.cause[at]
     own = inside or everywhere
     return min(own, key=lambda part: (-own[part], part))

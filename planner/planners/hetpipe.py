@@ -25,9 +25,9 @@ the one with the most samples a second. Not a plan of pplan: its pipelines diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -99,18 +99,14 @@ def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPi
     groups = virtual_workers(problem, policy)
     if isinstance(groups, str):
         return groups
-    space = thin_cuts(problem.space, BLOCKS)
-    sizes = [size for size in problem.sizes if space.fits_someone(size, 1)]
-    depth = len(groups[0])
+    space, depth = thin_cuts(problem.space, BLOCKS), len(groups[0])
     if depth > space.chain.max_stages:
-        return (
-            f"virtual workers of {format_count(depth, 'device')}: the cuts make "
-            f"{format_count(space.chain.max_stages, 'stage')}"
-        )
+        stages = format_count(space.chain.max_stages, "stage")
+        return f"virtual workers of {format_count(depth, 'device')}: the cuts make {stages}"
     plans = [
         plan
-        for size in sizes
-        for concurrent in range(1, 2 * depth + 1)
+        for size in problem.sizes
+        for concurrent in range(1, 2 * depth + 1 if space.fits_someone(size, 1) else 1)
         if (plan := _plan(space, policy, groups, size, concurrent, distance)) is not None
     ]
     return max(plans, key=lambda plan: plan.samples_per_second, default="does not fit")
@@ -143,16 +139,15 @@ def _plan(
     by_kind: dict[object, tuple[tuple[int, ...], VirtualWorker | None]] = {}
     workers = []
     for ranks in groups:
-        levels = [space.topology.shared_level(a, b) for a in ranks for b in ranks if a < b]
-        key = tuple(space.topology.device(rank) for rank in ranks), tuple(levels)
+        levels = [space.topology.shared_level(a, b) for a, b in combinations(ranks, 2)]
+        key = tuple(map(space.topology.device, ranks)), tuple(levels)
         if key not in by_kind:
             by_kind[key] = ranks, best_partition(space, ranks, size, concurrent)
-        first, own = by_kind[key]
-        if own is None:
+        first, worker = by_kind[key]
+        if worker is None:
             return None
-        devices = tuple(ranks[first.index(rank)] for rank in own.devices)
-        workers.append(replace(own, devices=devices))
-    slowest = max(own.interval(concurrent) for own in workers)
+        workers.append(replace(worker, devices=tuple(ranks[first.index(rank)] for rank in worker.devices)))
+    slowest = max(worker.interval(concurrent) for worker in workers)
     wave = max(concurrent * slowest, exchange_seconds(space, len(groups)))
     return HetPipePlan(policy, tuple(workers), size, concurrent, wave, distance)
 
@@ -170,43 +165,31 @@ def exchange_seconds(space: Space, workers: int) -> float:
 
 
 def best_partition(space: Space, ranks: Sequence[int], size: int, concurrent: int) -> VirtualWorker | None:
-    """Of the orders of these devices, the partition whose slowest stage is fastest; None where none fits."""
-    best: VirtualWorker | None = None
-    for order in _orders(space, ranks):
-        space.budget.check()
-        own = _partition(space, order, size, concurrent)
-        if own is not None and (best is None or max(own.stage_seconds) < max(best.stage_seconds)):
-            best = own
-    return best
-
-
-def _orders(space: Space, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Of the devices: all that are not alike, or as they stand."""
-    if len(ranks) > MOST_PERMUTED:
-        yield tuple(ranks)
-        return
-    earlier = set()
-    node = space.topology.gpus_per_node
-    for order in permutations(ranks):
-        key = tuple((space.topology.device(rank), rank // node) for rank in order)
-        if key not in earlier:
-            earlier.add(key)
-            yield order
+    """Of the orders of these devices, the partition whose slowest stage is fastest; None where none fits. Of
+    orders of devices that are alike the first is tried, and of many devices only the given one."""
+    orders = dict[object, tuple[int, ...]]()
+    for order in permutations(ranks) if len(ranks) <= MOST_PERMUTED else [tuple(ranks)]:
+        alike = [(space.topology.device(rank), rank // space.topology.gpus_per_node) for rank in order]
+        orders.setdefault(tuple(alike), order)
+    workers = [_partition(space, order, size, concurrent) for order in orders.values()]
+    fitting = [worker for worker in workers if worker is not None]
+    return min(fitting, key=lambda worker: max(worker.stage_seconds), default=None)
 
 
 def _partition(space: Space, order: tuple[int, ...], size: int, concurrent: int) -> VirtualWorker | None:
+    space.budget.check()
     stages = [stage_times(space, order, stage, size, concurrent) for stage in range(len(order))]
     try:
         ends = balance_table(lambda stage: stages[stage][0], len(order))
     except InfeasibleError:
         return None
-    places = list(pairwise((0, *ends)))
+    each = [(seconds[at], need[at]) for (seconds, need), at in zip(stages, pairwise((0, *ends)), strict=True)]
     cut_points = space.table(space.chain.sizes[0]).cut_points
     return VirtualWorker(
         order,
         tuple(cut_points[end] for end in ends),
-        tuple(float(seconds[at]) for (seconds, _), at in zip(stages, places, strict=True)),
-        max(float(need[at]) for (_, need), at in zip(stages, places, strict=True)),
+        tuple(float(seconds) for seconds, _ in each),
+        max(float(need) for _, need in each),
     )
 
 

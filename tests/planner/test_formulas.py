@@ -29,7 +29,7 @@ from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid import _least_shares
 from pplan.planner.planners.base import stage_counts
-from pplan.planner.planners.critical_stages import _longest_part, _next_partitions
+from pplan.planner.planners.critical_stages import Times, _longest_part, _next_partitions
 from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
@@ -253,13 +253,13 @@ def test_what_follows_the_last_backward_under_zero(
 
 def test_the_part_that_is_longest_on_a_path() -> None:
     """Four actions, each after the one before, of parts 0, 1, 0 and 1."""
-    start, end, cause, places = [0.0, 1, 3, 6], [1.0, 3, 6, 7], [-1, 0, 1, 2], [0, 1, 0, 1]
-    parts = {
-        within: _longest_part(3, cause, start, end, places, within) for within in ((1, 6), (0, 3), (9, 9))
-    }
+    times, places = Times([0.0, 1, 3, 6], [1.0, 3, 6, 7], [-1, 0, 1, 2]), [0, 1, 0, 1]
+    parts = {within: _longest_part(3, times, places, within) for within in ((1, 6), (0, 3), (9, 9))}
     assert parts == {(1, 6): 0, (0, 3): 1, (9, 9): 0}
-    assert _longest_part(1, cause, start, end, places, (0, 7)) == 1
-    assert _longest_part(1, cause, [0.0, 1], [1.0, 2], places, (0, 7)) == 0  # the earliest of equal ones
+    assert _longest_part(1, times, places, (0, 7)) == 1
+    assert (
+        _longest_part(1, Times([0.0, 1], [1.0, 2], [-1, 0]), places, (0, 7)) == 0
+    )  # the earliest of equal ones
 
 
 def test_partitions_beside_one() -> None:

@@ -20,8 +20,9 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.critical_stages import (
     _find_partition,
+    _run,
+    critical_part,
     partition,
-    simulate_parts,
 )
 from pplan.planner.problem import Problem
 
@@ -58,17 +59,17 @@ def test_simulation(schedule: str, stages: int, micro_batches: int, parts: int) 
         rng = np.random.default_rng(seed)
         forward, backward = (rng.random(stages * parts).tolist() for _ in range(2))
         sent = (0.2 * rng.random(stages * parts - 1)).tolist()
-        seconds, critical = simulate_parts(order, forward, backward, sent)
-        assert seconds == pytest.approx(of_simulator(order, forward, backward, sent))
-        assert 0 <= critical < stages * parts
+        times = _run(order, forward, backward, sent)
+        assert max(times.end) == pytest.approx(of_simulator(order, forward, backward, sent))
+        assert 0 <= critical_part(order, times) < stages * parts
 
 
 def test_the_slow_part_is_critical() -> None:
     order = make_order("1f1b", 4, 8, 1)
     for slow in range(4):
         forward = [3.0 if part == slow else 1.0 for part in range(4)]
-        seconds, critical = simulate_parts(order, forward, forward, [0.0] * 3)
-        assert (round(seconds, 9), critical) == (6 * 8 + 2 * slow, slow)
+        times = _run(order, forward, forward, [0.0] * 3)
+        assert (round(max(times.end), 9), critical_part(order, times)) == (6 * 8 + 2 * slow, slow)
 
 
 @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "parts"), SHAPES)
@@ -84,7 +85,7 @@ def test_near_the_best_partition(schedule: str, stages: int, micro_batches: int,
         def step(ends: tuple[int, ...]) -> float:
             bounds = list(pairwise((0, *ends)))
             first, second = ([float(own[a:b].sum()) for a, b in bounds] for own in (forward, backward))  # noqa: B023
-            return simulate_parts(order, first, second, [float(sent[end]) for end in ends[:-1]])[0]  # noqa: B023
+            return max(_run(order, first, second, [float(sent[end]) for end in ends[:-1]]).end)  # noqa: B023
 
         ends, seconds = partition(order, forward, backward, sent)
         first = step(tuple(np.cumsum(balance(forward + backward, count)).tolist()))

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
+from pplan.cost_models.program_order import resolve_order
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.balance import balance
 from pplan.planner.cut_limits import CutLimits
 from pplan.planner.planners import asteroid, hetpipe
 from pplan.planner.planners.asteroid import ShareTables
-from pplan.planner.planners.critical_stages import autopipe_partition, simulate_1f1b
+from pplan.planner.planners.critical_stages import _run, autopipe_partition, master_stage
 from pplan.planner.planners.hetpipe import HetPipePlan, VirtualWorker, exchange_seconds, find_hetpipe_plan
 from pplan.planner.planners.replica_groups import MicroBatchChoice, thin_cuts
 from pplan.planner.search.space import Space
@@ -95,18 +97,6 @@ def test_the_plan_of_the_most_samples_a_second(monkeypatch: Patch) -> None:
     assert find_hetpipe_plan(problem, "ED") == "no reason"
 
 
-def test_orders_of_devices() -> None:
-    """All of up to four that differ in kind or node; more as they stand."""
-    levels = (Level("node", 2, Link(40.0, 0.0)), Level("network", None, Link(8.0, 0.01)))
-    fast, slow = Device("fast", None), Device("slow", None, 0.5)
-    space: Any = SimpleNamespace(topology=Topology((Group(fast, 3), Group(slow, 3)), levels))
-    assert list(hetpipe._orders(space, (0, 1))) == [(0, 1)]
-    assert set(hetpipe._orders(space, (0, 2))) == {(0, 2), (2, 0)}
-    assert set(hetpipe._orders(space, (2, 3))) == {(2, 3), (3, 2)}
-    assert len(list(hetpipe._orders(space, (0, 1, 2, 3)))) == 4 * 3
-    assert list(hetpipe._orders(space, (0, 1, 2, 3, 4))) == [(0, 1, 2, 3, 4)]
-
-
 @pytest.mark.parametrize("blocks", [2, 5, 10])
 def test_thinned_cuts_one_by_one(
     blocks: int, make_chain: MakeChain, make_topology: Callable[..., Topology]
@@ -126,6 +116,32 @@ def test_thinned_cuts_one_by_one(
             first = next(n for n, before in enumerate(done) if before >= target * (1 - 1e-12))
             expected.add(int(places[min(max(first, 1), len(places) - 2)]))
         assert set(map(int, list_cut_points(thin_cuts(space, blocks).chain))) == expected
+
+
+def simulate_1f1b(forward: list[float], backward: list[float], *, micro_batches: int) -> tuple[float, int]:
+    """The step and the master stage; micro-batches beyond two a stage take what the slowest stage takes."""
+    stages = len(forward)
+    order = resolve_order(find_schedule("1f1b").program(stages, min(micro_batches, 2 * stages), 1))
+    times = _run(order, forward, backward, [0.0] * stages)
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+    return max(times.end) + max(micro_batches - 2 * stages, 0) * slowest, master_stage(order, times)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "count", "seconds", "master"),
+    [
+        ([1.0], [2.0], 5, 15.0, 0),
+        ([1.0, 1.0], [2.0, 2.0], 4, 15.0, 1),  # (4 + 1) (1 + 2)
+        ([1.0, 1.0], [2.0, 2.0], 6, 21.0, 1),  # two more than are simulated
+        ([3.0, 1.0], [3.0, 1.0], 2, 12.0, 0),  # 2 x 6 s on the first, beside which the second runs
+        ([1.0, 3.0], [1.0, 3.0], 2, 14.0, 1),
+        ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 1, 12.0, 2),
+    ],
+)
+def test_a_step_as_autopipe_simulates_it(
+    forward: list[float], backward: list[float], count: int, seconds: float, master: int
+) -> None:
+    assert simulate_1f1b(forward, backward, micro_batches=count) == (seconds, master)
 
 
 def shortest_of_autopipe(

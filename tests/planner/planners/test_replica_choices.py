@@ -16,7 +16,6 @@ from pplan.cost_models.layer import Chain
 from pplan.planner.candidate import PipelineConfig
 from pplan.planner.planners import PLANNERS, equal_replicas, replica_groups
 from pplan.planner.planners.base import full_shapes
-from pplan.planner.planners.critical_stages import simulate_1f1b
 from pplan.planner.planners.equal_replicas import (
     _shares,
     equal_blocks,
@@ -200,23 +199,6 @@ def test_the_width_and_depth_with_the_least_estimate(
         ((1, 3, 4, 6), (1, 1, 1, 1), 2),
     ]
     assert all(own.config.recompute in ("by_stage", "always") for own in proposals)
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "count", "seconds", "master"),
-    [
-        ([1.0], [2.0], 5, 15.0, 0),
-        ([1.0, 1.0], [2.0, 2.0], 4, 15.0, 1),  # (4 + 1) (1 + 2)
-        ([1.0, 1.0], [2.0, 2.0], 6, 21.0, 1),  # two more than are simulated
-        ([3.0, 1.0], [3.0, 1.0], 2, 12.0, 0),  # 2 x 6 s on the first, beside which the second runs
-        ([1.0, 3.0], [1.0, 3.0], 2, 14.0, 1),
-        ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 1, 12.0, 2),
-    ],
-)
-def test_a_step_as_autopipe_simulates_it(
-    forward: list[float], backward: list[float], count: int, seconds: float, master: int
-) -> None:
-    assert simulate_1f1b(forward, backward, micro_batches=count) == (seconds, master)
 
 
 def test_plans_that_do_not_recompute(
