@@ -29,9 +29,9 @@ from .replica_groups import (
     CutPlan,
     MicroBatchChoice,
     cost_replicas,
-    count_replicas,
     group_devices,
     propose_promising,
+    size_choices,
 )
 from .stage_programme import StagePlan, StageRule, Values, least_plans
 
@@ -93,12 +93,10 @@ def find_alpa_plan(
     node = min(gpus, space.topology.gpus_per_node)
     each = group_devices(gpus, node)
     sizes = [size for size in submeshes(gpus // each * each, node) if size % each == 0]
-    rule = count_replicas(space)
-    choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
     most = min(gpus // each, most_stages or gpus)
     plans = [
         plan
-        for own in choices
+        for own in size_choices(space, sizes)
         if (plan := _Enumeration(space, choice, gpus // each, each, own, most).best(tolerance)) is not None
     ]
     return min(plans, key=lambda plan: plan.seconds, default=None)

@@ -108,16 +108,16 @@ def full_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
             yield stages, replicas
 
 
+def can_share(problem: Problem, size: int, replicas: int) -> bool:
+    """Return whether so many replicas share micro-batches equally, at a size that can be costed."""
+    return size % replicas == 0 and problem.space.fits_someone(size, replicas)
+
+
 def shared_configs(
     problem: Problem, configs: Iterable[PipelineConfig], replicas: int
 ) -> list[PipelineConfig]:
-    """The configurations whose micro-batches so many replicas share equally, at a size that can be costed."""
-    return [
-        config
-        for config in configs
-        if config.micro_batch_size % replicas == 0
-        and problem.space.fits_someone(config.micro_batch_size, replicas)
-    ]
+    """The configurations whose micro-batches so many replicas can share."""
+    return [config for config in configs if can_share(problem, config.micro_batch_size, replicas)]
 
 
 def linear_pipelines(

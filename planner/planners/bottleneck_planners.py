@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..candidate import Proposal, replicated_pipeline
+from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats, Indices
 from .base import Planner
@@ -109,12 +109,9 @@ class _Costs:
 def _propose(spp: bool, problem: Problem) -> Iterator[Proposal]:
     """SPP's plan for each micro-batch size and number of stages; Piper's for each micro-batch size."""
     space = thin_cuts(problem.space, BLOCKS)
-    cut_points = space.table(space.chain.sizes[0]).cut_points
     for choice in micro_batch_choices(problem.configs):
         for plan, each in find_plans(space, choice, problem, spp=spp):
-            replicas = [size * each for size in plan.sizes]
-            ends = [cut_points[end] for end in plan.ends]
-            yield replicated_pipeline(choice.config(recomputes=False), ends, replicas, plan.value)
+            yield choice.propose(space, plan.ends, [size * each for size in plan.sizes], plan.value)
 
 
 PLANNERS = (Planner("spp", partial(_propose, True)), Planner("piper", partial(_propose, False)))

@@ -44,10 +44,10 @@ from ...cost_models.errors import UsageError
 from ...cost_models.program_order import NONE, Order, resolve_order
 from ...cost_models.schedules import find_schedule
 from ..balance import balanced_ends
-from ..candidate import PipelineConfig, Proposal, replicated_pipeline
+from ..candidate import PipelineConfig, Proposal
 from ..stage_table import Floats
 from .base import Ends, Planner, full_shapes, shared_configs
-from .replica_groups import micro_batch_choices
+from .replica_groups import equal_shapes
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -75,15 +75,12 @@ Critical = Callable[[Order, Times], int]
 def _autopipe(problem: Problem) -> Iterator[Proposal]:
     """For each micro-batch size and shape on all devices the partition, and its shortest step."""
     space = problem.space
-    for choice in micro_batch_choices(problem.configs):
-        for stages, replicas in full_shapes(problem):
-            if choice.size % replicas == 0 and space.fits_someone(choice.size, replicas):
-                space.budget.check()
-                group = space.replica_group(choice.size, range(replicas))
-                forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
-                ends, seconds = autopipe_partition(forward, backward, stages, choice.micro_batches)
-                own = [group.table.cut_points[end] for end in ends]
-                yield replicated_pipeline(choice.config(recomputes=False), own, [replicas] * stages, seconds)
+    for choice, stages, replicas in equal_shapes(problem):
+        space.budget.check()
+        group = space.replica_group(choice.size, range(replicas))
+        forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
+        ends, seconds = autopipe_partition(forward, backward, stages, choice.micro_batches)
+        yield choice.propose(space, ends, [replicas] * stages, seconds)
 
 
 def autopipe_partition(

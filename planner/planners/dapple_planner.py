@@ -37,6 +37,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..candidate import Proposal
 from ..search.space import Space
@@ -48,9 +49,9 @@ from .replica_groups import (
     MicroBatchChoice,
     ReplicaWork,
     cost_replicas,
-    count_replicas,
     group_devices,
     propose_promising,
+    size_choices,
 )
 
 if TYPE_CHECKING:
@@ -113,14 +114,12 @@ def find_dapple_plan(
     Returns:
         The plan, None where none fits.
     """
-    rule = count_replicas(space)
+    has_replicas = space.runtime is None or space.runtime.replicas != "none"
     machines = split_machines(
-        gpus, min(gpus, space.topology.gpus_per_node), gpus if rule == "none" else beam.groups
+        gpus, min(gpus, space.topology.gpus_per_node), beam.groups if has_replicas else gpus
     )
-    every = range(1, sum(machines.rooms) + 1)
-    counts = {"any": [every], "none": [range(1, 2)], "equal": [range(n, n + 1) for n in every]}[rule]
     best: CutPlan | None = None
-    for own in counts:
+    for own in size_choices(space, range(1, sum(machines.rooms) + 1)):
         best = _DappleSearch(Moves(space, choice, machines, own), use_all, beam).run(
             best, most_stages or gpus
         )
@@ -298,20 +297,27 @@ class Moves:
 
 class _Plans(NamedTuple):
     """The last stages of plans, arrays of one length: the cut point and the state that they start at, the
-    move of the first of them, whether one recomputes, which of the plans of a stage less they come from, and
-    their terms."""
+    move of the first of them, which of the plans of a stage less they come from, whether a stage recomputes,
+    and terms."""
 
     begin: Indices
     state: Indices
     move: Indices
-    recomputes: Indices
     parent: Indices
-    terms: Latency
+    recomputes: npt.NDArray[np.bool_]
+    aligned: Floats
+    hidden: Floats
+    exposed: Floats
+    least: Floats
+
+    @property
+    def terms(self) -> Latency:
+        """Their latency."""
+        return Latency(self.aligned, self.hidden, self.exposed, self.least)
 
     def take(self, which: Indices) -> _Plans:
         """Return some of the plans."""
-        *others, terms = self
-        return _Plans(*(own[which] for own in others), Latency(*(own[which] for own in terms)))
+        return _Plans(*(own[which] for own in self))
 
 
 class _DappleSearch:
@@ -323,8 +329,8 @@ class _DappleSearch:
         states = np.arange(1, len(moves.taken))
         states = states[moves.taken[1:] == moves.space.topology.gpus] if use_all else states
         none = np.zeros_like(states)
-        terms = Latency(*np.full((4, len(states)), -np.inf))
-        self.levels = [_Plans(none + self.last, states, none, none > 0, none, terms)]
+        terms = np.full((4, len(states)), -np.inf)
+        self.levels = [_Plans(none + self.last, states, none, none, none > 0, *terms)]
 
     def run(self, best: CutPlan | None, most_stages: int) -> CutPlan | None:
         """The best plan, where one is faster than the known one; else that."""
@@ -346,7 +352,8 @@ class _DappleSearch:
         if to_last == 1:
             return plans
         seconds = self.moves.transfer(moves, plans.move, plans.begin)
-        return plans._replace(terms=plans.terms.after(seconds, seconds, 0.0, self.choice.micro_batches))
+        terms = plans.terms.after(seconds, seconds, 0.0, self.choice.micro_batches)
+        return plans._replace(**terms._asdict())
 
     def _in_front(
         self, plans: _Plans, moves: Indices, begin: Indices | int, to_last: int
@@ -359,7 +366,7 @@ class _DappleSearch:
         again = in_flight > never
         terms = plans.terms.after(forward, backward + again * forward, reduced, self.choice.micro_batches)
         begins, recomputes = np.broadcast_to(begin, moves.shape), plans.recomputes | again
-        longer = plans._replace(begin=begins, move=moves, recomputes=recomputes, terms=terms)
+        longer = plans._replace(begin=begins, move=moves, recomputes=recomputes, **terms._asdict())
         return longer, ~again | (in_flight <= always)
 
     def _finish(self, which: Indices, moves: Indices, to_last: int, best: CutPlan | None) -> CutPlan | None:
@@ -384,8 +391,8 @@ class _DappleSearch:
             self._rank(which[at : at + rows], moves[at : at + rows], to_last, limit)
             for at in range(0, max(len(moves), 1), rows)
         ]
-        seconds, least, *others = (np.concatenate(own) for own in zip(*parts, strict=True))
-        plans = _Plans(*others[:5], Latency(*others[5:]))
+        seconds, least, *arrays = (np.concatenate(own) for own in zip(*parts, strict=True))
+        plans = _Plans(*arrays)
         keys = plans.begin * len(self.moves.taken) + plans.state
         order = np.lexsort((seconds, keys))
         keys = keys[order]
@@ -409,5 +416,4 @@ class _DappleSearch:
         plans, least = plans.take(kept), least[kept]
         whole = self.moves.whole[plans.state]
         complete, _ = self._in_front(self._sent(plans, whole, to_last + 1), whole, 0, to_last + 1)
-        *others, terms = plans
-        return (complete.terms.seconds, least, *others, *terms)
+        return (complete.terms.seconds, least, *plans)

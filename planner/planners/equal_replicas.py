@@ -52,13 +52,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.errors import InfeasibleError
 from ...cost_models.layer import Chain
-from ..balance import balance_table
 from ..candidate import Proposal, replicated_pipeline
 from ..stage_table import Floats
-from .base import Ends, Planner, full_shapes, nearest_cuts, stage_counts
-from .replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices, misfit_reason
+from .base import Ends, Planner, can_share, nearest_cuts, stage_counts
+from .replica_groups import (
+    MicroBatchChoice,
+    cost_replicas,
+    equal_shapes,
+    even_stages,
+    micro_batch_choices,
+    misfit_reason,
+    stage_entries,
+)
 from .rules import repeated_blocks
 
 if TYPE_CHECKING:
@@ -69,35 +75,14 @@ MOST_PARTITIONS = 400
 """That are looked at of one shape."""
 
 
-def _shares(problem: Problem, choice: MicroBatchChoice, replicas: int) -> bool:
-    """Whether so many replicas share its micro-batches equally, at a size that can be costed."""
-    return choice.size % replicas == 0 and problem.space.fits_someone(choice.size, replicas)
-
-
-def _proposal(
-    problem: Problem,
-    choice: MicroBatchChoice,
-    ends: Ends,
-    replicas: int,
-    seconds: float,
-) -> Proposal:
-    """A pipeline whose stages end at these cut points."""
-    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
-    own = [cut_points[end] for end in ends]
-    return replicated_pipeline(choice.config(recomputes=False), own, [replicas] * len(ends), seconds)
-
-
 def _width_and_depth(problem: Problem) -> Iterator[Proposal]:
     """For each micro-batch size the width and depth with the least estimate."""
-    for choice in micro_batch_choices(problem.configs):
-        plans = [
-            plan
-            for stages, width in full_shapes(problem)
-            if _shares(problem, choice, width)
-            for plan in width_and_depth_plans(problem.space, choice, stages, width)
-        ]
-        if plans:
-            seconds, ends, replicas, recomputes = min(plans)
+    plans = dict[MicroBatchChoice, list[WidthDepthPlan]]()
+    for choice, stages, width in equal_shapes(problem):
+        plans.setdefault(choice, []).extend(width_and_depth_plans(problem.space, choice, stages, width))
+    for choice, own in plans.items():
+        if own:
+            seconds, ends, replicas, recomputes = min(own)
             yield replicated_pipeline(choice.config(recomputes), ends, replicas, seconds)
 
 
@@ -145,16 +130,13 @@ def _bapipe(problem: Problem) -> Iterator[Proposal]:
     space = problem.space
     if space.is_long:
         return
-    choices = [choice for choice in micro_batch_choices(problem.configs) if _shares(problem, choice, 1)]
+    choices = [one for one in micro_batch_choices(problem.configs) if can_share(problem, one.size, 1)]
     for stages in stage_counts(problem):
-        plans = [
-            (plan, choice)
-            for choice in choices
-            if (plan := find_bapipe_plan(space, choice, stages)) is not None
-        ]
-        if plans:
-            (seconds, ends), choice = min(plans, key=lambda pair: pair[0])
-            yield _proposal(problem, choice, ends, 1, seconds)
+        plans = [(find_bapipe_plan(space, choice, stages), choice) for choice in choices]
+        fitting = [(plan, choice) for plan, choice in plans if plan is not None]
+        if fitting:
+            (seconds, ends), choice = min(fitting, key=lambda pair: pair[0])
+            yield choice.propose(space, ends, [1] * stages, seconds)
 
 
 def find_bapipe_plan(space: Space, choice: MicroBatchChoice, stages: int) -> tuple[float, Ends] | None:
@@ -173,13 +155,10 @@ def find_bapipe_plan(space: Space, choice: MicroBatchChoice, stages: int) -> tup
             )
             for stage, own in enumerate(work)
         ]
-        try:
-            ends = tuple(balance_table(costs.__getitem__, stages))
-        except InfeasibleError:
-            continue
-        slowest = max(float(cost[at]) for cost, at in zip(costs, pairwise((0, *ends)), strict=True))
-        send = max((float(own[end]) for own, end in zip(sent[1:], ends[:-1], strict=False)), default=0.0)
-        return bapipe_seconds(slowest, send, choice.micro_batches, stages), ends
+        if (ends := even_stages(costs)) is not None:
+            slowest = max(stage_entries(costs, ends))
+            send = max((float(own[end]) for own, end in zip(sent[1:], ends[:-1], strict=False)), default=0.0)
+            return bapipe_seconds(slowest, send, choice.micro_batches, stages), ends
     return None
 
 
@@ -192,14 +171,13 @@ def _galvatron(problem: Problem) -> Iterator[Proposal]:
     """For each micro-batch size and depth the partition of the least estimate."""
     if problem.space.is_long:
         return
-    for choice in micro_batch_choices(problem.configs):
-        for depth, replicas in full_shapes(problem):
-            if depth & (depth - 1) == 0 and _shares(problem, choice, replicas):
-                tables = stage_tables(problem.space, choice, depth, replicas)
-                ends = partition_for_memory(tables, choice.micro_batches)
-                if ends is not None:
-                    seconds = tables.estimate(ends, choice.micro_batches)
-                    yield _proposal(problem, choice, ends, replicas, seconds)
+    for choice, depth, replicas in equal_shapes(problem):
+        if depth & (depth - 1) == 0:
+            tables = stage_tables(problem.space, choice, depth, replicas)
+            ends = partition_for_memory(tables, choice.micro_batches)
+            if ends is not None:
+                seconds = tables.estimate(ends, choice.micro_batches)
+                yield choice.propose(problem.space, ends, [replicas] * depth, seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,22 +192,17 @@ class StageTables:
 
     def slowest(self, ends: Ends) -> tuple[float, int]:
         """Seconds of the slowest stage, and which it is."""
-        own = _entries(self.seconds, ends)
+        own = stage_entries(self.seconds, ends)
         return max(own), own.index(max(own))
 
     def fullest(self, ends: Ends) -> float:
         """Bytes of the fullest device."""
-        return max(_entries(self.bytes, ends))
+        return max(stage_entries(self.bytes, ends))
 
     def estimate(self, ends: Ends, micro_batches: int) -> float:
         """Seconds of a step."""
-        own, reduced = _entries(self.seconds, ends), _entries([self.reduced] * len(ends), ends)
+        own, reduced = stage_entries(self.seconds, ends), stage_entries([self.reduced] * len(ends), ends)
         return (micro_batches - 1) * max(own) + sum(own) + max(reduced)
-
-
-def _entries(tables: Sequence[Floats], ends: Ends) -> list[float]:
-    """By stage, the entry of its table."""
-    return [float(table[at]) for table, at in zip(tables, pairwise((0, *ends)), strict=True)]
 
 
 def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: int) -> StageTables:
@@ -248,12 +221,8 @@ def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: i
 def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None:
     """Of the partitions on the way from even memory to even time the one of the least estimate; None where
     none fits."""
-    depth = len(tables.seconds)
-    try:
-        first, by_time = (
-            tuple(balance_table(own.__getitem__, depth)) for own in (tables.bytes, tables.seconds)
-        )
-    except InfeasibleError:
+    first, by_time = even_stages(tables.bytes), even_stages(tables.seconds)
+    if first is None or by_time is None:
         return None
     most = tables.fullest(by_time)
     partitions, queue = {first, by_time}, deque([first])
@@ -261,7 +230,7 @@ def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None
         ends = queue.popleft()
         seconds, slowest = tables.slowest(ends)
         for other, taker in _moves(ends, slowest):
-            fits = tables.fullest(other) <= most and _entries(tables.seconds, other)[taker] <= seconds
+            fits = tables.fullest(other) <= most and stage_entries(tables.seconds, other)[taker] <= seconds
             if other not in partitions and fits and len(partitions) < MOST_PARTITIONS:
                 partitions.add(other)
                 queue.append(other)

@@ -27,19 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.errors import InfeasibleError
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.quantities import format_count
-from ..balance import balance_table
 from ..search.space import Space
 from ..stage_table import Floats, ledger_options
-from .replica_groups import thin_cuts
+from .replica_groups import even_stages, stage_entries, thin_cuts
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -179,18 +177,12 @@ def best_partition(space: Space, ranks: Sequence[int], size: int, concurrent: in
 def _partition(space: Space, order: tuple[int, ...], size: int, concurrent: int) -> VirtualWorker | None:
     space.budget.check()
     stages = [stage_times(space, order, stage, size, concurrent) for stage in range(len(order))]
-    try:
-        ends = balance_table(lambda stage: stages[stage][0], len(order))
-    except InfeasibleError:
+    seconds, needs = zip(*stages, strict=True)
+    if (ends := even_stages(seconds)) is None:
         return None
-    each = [(seconds[at], need[at]) for (seconds, need), at in zip(stages, pairwise((0, *ends)), strict=True)]
     cut_points = space.table(space.chain.sizes[0]).cut_points
-    return VirtualWorker(
-        order,
-        tuple(cut_points[end] for end in ends),
-        tuple(float(seconds) for seconds, _ in each),
-        max(float(need) for _, need in each),
-    )
+    layers = tuple(cut_points[end] for end in ends)
+    return VirtualWorker(order, layers, tuple(stage_entries(seconds, ends)), max(stage_entries(needs, ends)))
 
 
 def stage_times(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...cost_models.collectives import all_reduce_seconds
+from ...cost_models.errors import InfeasibleError
 from ...cost_models.memory import Recompute
 from ...cost_models.topology import Topology
+from ..balance import balance_table
 from ..candidate import Mode, PipelineConfig, Proposal
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space, with_cuts
 from ..stage_table import Floats
+from .base import Ends, can_share, full_shapes
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -46,6 +50,24 @@ class MicroBatchChoice:
         modes: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
         mode = next(mode for mode in (*modes, *self.modes) if mode in self.modes)
         return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
+
+    def propose(
+        self,
+        space: Space,
+        ends: Iterable[int],
+        devices: Iterable[tuple[int, ...] | int],
+        seconds: float,
+        *,
+        recomputes: bool = False,
+    ) -> Proposal:
+        """Make a proposal of stages that end at these cut points, on devices or on the next so many
+        devices."""
+        cut_points, ranks = space.table(space.chain.sizes[0]).cut_points, list[tuple[int, ...]]()
+        for own in devices:
+            first = sum(map(len, ranks))
+            ranks.append(tuple(range(first, first + own)) if isinstance(own, int) else own)
+        places = tuple(cut_points[end] for end in ends)
+        return Proposal(self.config(recomputes), places, tuple(ranks), seconds)
 
 
 def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchChoice]:
@@ -102,12 +124,33 @@ def propose_promising(
         for choice in micro_batch_choices(problem.configs)
         if (quick_plan := find(coarse, choice, True)) is not None
     ]
-    cut_points = space.table(space.chain.sizes[0]).cut_points
     for _, choice in sorted(quick_plans, key=lambda pair: pair[0])[:PROMISING]:
         plan = find(space, choice, False)
         if plan is not None:
-            ends = tuple(cut_points[end] for end in plan.ends)
-            yield Proposal(choice.config(plan.recomputes), ends, plan.devices, plan.seconds)
+            yield choice.propose(space, plan.ends, plan.devices, plan.seconds, recomputes=plan.recomputes)
+
+
+def equal_shapes(problem: Problem) -> Iterator[tuple[MicroBatchChoice, int, int]]:
+    """Yield every choice with the numbers of stages and of replicas of each that together are all devices and
+    share its micro-batches equally."""
+    for choice in micro_batch_choices(problem.configs):
+        for stages, replicas in full_shapes(problem):
+            if can_share(problem, choice.size, replicas):
+                yield choice, stages, replicas
+
+
+def even_stages(tables: Sequence[Floats]) -> Ends | None:
+    """Ends of stages, by stage with a table of what it costs, whose largest cost is least; None where none
+    may be."""
+    try:
+        return tuple(balance_table(tables.__getitem__, len(tables)))
+    except InfeasibleError:
+        return None
+
+
+def stage_entries(tables: Sequence[Floats], ends: Ends) -> list[float]:
+    """By stage, the entry of its table."""
+    return [float(table[at]) for table, at in zip(tables, pairwise((0, *ends)), strict=True)]
 
 
 def misfit_reason(misfit: str, problem: Problem) -> str:
@@ -123,30 +166,21 @@ class ReplicaWork:
 
     Attributes:
         group: Their costs.
+        forward: Forward seconds.
+        backward: Backward seconds.
+        crossing: (cut points,): bytes that cross each cut.
         all_reduce: Seconds of an all-reduce of all gradients at once.
         never: How many micro-batches a stage may hold without recomputation, -inf where that may not be.
         always: The same with recomputation.
     """
 
     group: ReplicaGroupCosts
+    forward: Floats
+    backward: Floats
+    crossing: Floats
     all_reduce: Floats
     never: Floats
     always: Floats
-
-    @property
-    def forward(self) -> Floats:
-        """Forward seconds."""
-        return self.group.forward
-
-    @property
-    def backward(self) -> Floats:
-        """Backward seconds."""
-        return self.group.backward
-
-    @property
-    def crossing(self) -> Floats:
-        """(cut points,): bytes that cross each cut."""
-        return self.group.table.crossing
 
     def work(self, in_flight: int) -> Floats:
         """Forward and backward seconds with so many micro-batches held, inf for stages that do not fit."""
@@ -167,7 +201,7 @@ def cost_replicas(space: Space, choice: MicroBatchChoice, ranks: Sequence[int]) 
         np.where(space.usable, group.most_in_flight(mode) if modes & set(choice.modes) else -np.inf, -np.inf)
         for mode, modes in _MODES
     )
-    return ReplicaWork(group, reduced, never, always)
+    return ReplicaWork(group, group.forward, group.backward, group.table.crossing, reduced, never, always)
 
 
 _MODES: tuple[tuple[Recompute, set[Mode]], ...] = (
@@ -176,9 +210,11 @@ _MODES: tuple[tuple[Recompute, set[Mode]], ...] = (
 )
 
 
-def count_replicas(space: Space) -> str:
-    """The replicas that the runtime allows: "any", "equal" for all stages, or "none"."""
-    return "any" if space.runtime is None else space.runtime.replicas
+def size_choices(space: Space, sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Of these sizes those that stages may have together: a sequence for each kind of plan that the runtime
+    runs."""
+    rule = "any" if space.runtime is None else space.runtime.replicas
+    return {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
 
 
 def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
@@ -190,18 +226,16 @@ def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int
     return each
 
 
-def group_choices(space: Space, gpus: int) -> tuple[int, list[range]]:
+def group_choices(space: Space, gpus: int) -> tuple[int, list[Sequence[int]]]:
     """Group devices for stages on consecutive groups.
 
     Returns:
-        Devices of a group, and the numbers of groups that a stage may have: a range for each kind of plan
+        Devices of a group, and the numbers of groups that a stage may have: a sequence for each kind of plan
         that the runtime runs.
     """
-    rule = count_replicas(space)
-    each = 1 if rule == "none" else group_devices(gpus, min(gpus, space.topology.gpus_per_node))
-    most = 1 if rule == "none" else gpus // each
-    every = range(1, most + 1)
-    return each, [range(size, size + 1) for size in every] if rule == "equal" else [every]
+    has_replicas = space.runtime is None or space.runtime.replicas != "none"
+    each = group_devices(gpus, min(gpus, space.topology.gpus_per_node)) if has_replicas else 1
+    return each, size_choices(space, range(1, gpus // each + 1))
 
 
 class Tier(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners import PLANNERS, asteroid, replica_groups
+from pplan.planner.planners import PLANNERS, asteroid
 from pplan.planner.planners.asteroid import (
     AsteroidPlan,
     AsteroidSearch,
@@ -258,7 +260,8 @@ def test_which_groups_are_searched(
     options = PlanOptions(mini_batch=4, max_stages=4)
     problem = Problem(make_chain(1, 6, cuts=1.1), Topology(kinds, levels), options)
     monkeypatch.setattr(asteroid, "AsteroidSearch", Search)
-    monkeypatch.setattr(replica_groups, "count_replicas", lambda _: rule)
+    runtime: Any = None if rule == "any" else SimpleNamespace(replicas=rule)
+    vars(problem)["space"] = replace(problem.space, runtime=runtime)
     plan = asteroid.find_asteroid_plan(problem, MicroBatchChoice("1f1b", 4, 1, ("never",)))
     order = (gpus - 1, *range(gpus - 1))
     assert asked == [(order, each, own) for own in sizes]

@@ -231,7 +231,7 @@ def test_autopipe() -> None:
         own = [[float(part[a:b].sum()) for a, b in pairwise((0, *ends))] for part in (forward, backward)]
         assert seconds == pytest.approx(event_times(*own, count=count))
         for fewer in (1, 2, stages):
-            _, alone = autopipe_partition(*map(np.array, own), stages, fewer)
+            _, alone = autopipe_partition(np.array(own[0]), np.array(own[1]), stages, fewer)
             assert alone == pytest.approx(event_times(*own, count=fewer))
         ratios.append(seconds / least_step(forward, backward, stages, count))
         improved += ends != tuple(np.cumsum(balance(forward + backward, stages)).tolist())

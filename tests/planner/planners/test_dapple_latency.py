@@ -25,9 +25,10 @@ def of(
 
 def latency(stages: Floats, transfers: Floats, micro_batches: int) -> Floats:
     """(plans,): of stages (forward, backward and all-reduce, stages, plans), the last one first."""
+    forward, backward, reduced = stages
     terms = Latency(*np.full((4, stages.shape[2]), -np.inf))
     for stage in reversed(range(stages.shape[1])):
-        terms = terms.after(*stages[:, stage], micro_batches)
+        terms = terms.after(forward[stage], backward[stage], reduced[stage], micro_batches)
         if stage:
             terms = terms.after(transfers[stage - 1], transfers[stage - 1], 0.0, micro_batches)
     return terms.seconds

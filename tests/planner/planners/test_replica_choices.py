@@ -15,17 +15,16 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.planner.candidate import PipelineConfig
 from pplan.planner.planners import PLANNERS, equal_replicas, replica_groups
-from pplan.planner.planners.base import full_shapes
+from pplan.planner.planners.base import can_share, full_shapes
 from pplan.planner.planners.equal_replicas import (
-    _shares,
     equal_blocks,
 )
 from pplan.planner.planners.replica_groups import (
     MicroBatchChoice,
     cost_replicas,
-    count_replicas,
     group_devices,
     micro_batch_choices,
+    size_choices,
 )
 from pplan.planner.problem import Problem
 
@@ -97,7 +96,7 @@ def test_how_many_micro_batches_fit(
         forward=seconds,
         backward=2 * seconds,
         most_in_flight=lambda mode: np.array([3.0, 3.0] if mode == "never" else [5.0, 5.0]),
-        table=SimpleNamespace(stage_bytes=SimpleNamespace(trainable=seconds)),
+        table=SimpleNamespace(stage_bytes=SimpleNamespace(trainable=seconds), crossing=seconds),
     )
     monkeypatch.setattr(replica_groups, "all_reduce_seconds", lambda *_: np.zeros(2))
     space: Any = SimpleNamespace(
@@ -135,11 +134,11 @@ def test_devices_that_stay_together(gpus: int, per_node: int, most: int, each: i
 
 def test_replicas_that_a_runtime_allows(make_problem: MakeProblem, make_chain: MakeChain) -> None:
     chain = make_chain(1, 6, cuts=1.1)
-    words = [
-        count_replicas(make_problem(chain, 4, mini_batch=8, runtime=name, schedule=schedule).space)
+    sizes = [
+        size_choices(make_problem(chain, 4, mini_batch=8, runtime=name, schedule=schedule).space, [1, 2, 4])
         for name, schedule in ((None, "auto"), ("deepspeed", "1f1b"), ("torchgpipe", "gpipe"))
     ]
-    assert words == ["any", "equal", "none"]
+    assert sizes == [[[1, 2, 4]], [[1], [2], [4]], [[1]]]
 
 
 def test_stages_of_as_many_layers(make_named: MakeNamed) -> None:
@@ -168,7 +167,7 @@ def test_stages_and_replicas_that_are_all_devices(make_problem: MakeProblem, mak
     ]
     linear = make_problem(chain, 6, mini_batch=12, runtime="torchgpipe", schedule="gpipe")
     assert all(stages * width <= 6 for stages, width in full_shapes(linear))
-    assert [_shares(problem, choice(size=6), width) for width in (1, 2, 3, 4, 6)] == [
+    assert [can_share(problem, 6, width) for width in (1, 2, 3, 4, 6)] == [
         problem.space.fits_someone(6, 1),
         True,
         True,
