@@ -135,28 +135,22 @@ def _whole(table: StageTable, seconds: Floats) -> Floats:
 
 def stage_figure(table: StageTable, name: str, scale: float, exchange: ReplicaExchange) -> Floats:
     """A figure of every stage, its seconds on a device that takes `scale` times as long; the host that
-    launches is no slower. With what `exchange` adds to each forward and backward."""
-    if exchange.is_by_layer and name == "forward":
-        return exchange.forward(table, table.costs.forward_seconds * scale)
-    if exchange.is_by_layer and name in ("backward", "input", "weight"):
-        whole = name == "backward"
-        own = table.costs.backward_seconds if whole else part_seconds(table.costs, name)
-        return exchange.backward(table, own * scale, name)
-    if name.startswith("first_"):
-        return _first_figure(table, name.removeprefix("first_"), scale, exchange)
-    if name in ("input", "weight"):
-        return table.stage_sums(part_seconds(table.costs, name)) * scale
-    values: Floats = getattr(table, name)
-    return values * (1.0 if name.endswith("_launch") else scale)
+    launches is no slower. With what `exchange` adds to each forward and backward.
 
-
-def _first_figure(table: StageTable, part: str, scale: float, exchange: ReplicaExchange) -> Floats:
-    """Of the first micro-batch of a step: the `backward`, or its `weight` part, of every stage. Where
-    replicas exchange gradients layer by layer, the first takes as long as any."""
-    usual = stage_figure(table, part, scale, exchange)
-    if exchange.is_by_layer:
+    name: an attribute of the table, or `input` or `weight`, the parts of the backward; `first_backward` and
+    `first_weight` are of the first micro-batch of a step. Where replicas exchange gradients layer by layer,
+    the first takes as long as any. """
+    part, costs = name.removeprefix("first_"), table.costs
+    is_split = part in ("input", "weight")
+    if exchange.is_by_layer and part == "forward":
+        return exchange.forward(table, costs.forward_seconds * scale)
+    if exchange.is_by_layer and (is_split or part == "backward"):
+        seconds = part_seconds(costs, part) if is_split else costs.backward_seconds
+        return exchange.backward(table, seconds * scale, part)
+    values: Floats = table.stage_sums(part_seconds(costs, part)) if is_split else getattr(table, part)
+    usual = values * (1.0 if name.endswith("_launch") else scale)
+    if name == part:
         return usual
     if part == "backward":
         return usual - table.accumulation * scale
-    adding = np.minimum(table.costs.accumulation, part_seconds(table.costs, part))
-    return usual - table.stage_sums(adding) * scale
+    return usual - table.stage_sums(np.minimum(costs.accumulation, part_seconds(costs, part))) * scale

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -317,7 +317,8 @@ class _Plans(NamedTuple):
 
     def take(self, which: Indices) -> _Plans:
         """Return some of the plans."""
-        return _Plans(*(own[which] for own in self))
+        arrays: tuple[Any, ...] = self
+        return _Plans(*(own[which] for own in arrays))
 
 
 class _DappleSearch:
@@ -400,7 +401,7 @@ class _DappleSearch:
         width = max(self.beam.width // self.last, 1)
         return plans.take(order[np.argsort(least[order], kind="stable")][:width])
 
-    def _rank(self, which: Indices, moves: Indices, to_last: int, limit: float) -> tuple[Floats, ...]:
+    def _rank(self, which: Indices, moves: Indices, to_last: int, limit: float) -> tuple[Any, ...]:
         """Plans with the next stage on the devices of a move each, begun everywhere it may: their latency
         with the other layers in one stage, whether it fits or not; what they take at least; and their arrays.
 

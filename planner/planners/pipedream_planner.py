@@ -33,7 +33,7 @@ known, which its memory depends on: tables are kept apart by that number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -97,12 +97,10 @@ class NestedStage:
     replicas: int
     inner: tuple[NestedStage, ...] = ()
 
-    def flat(self, copies: int = 1) -> Iterator[tuple[int, int, int]]:
+    def flat(self, copies: int = 1) -> list[tuple[int, int, int]]:
         """(start, end, devices) of the stages of devices in it, where there are so many copies of it."""
-        if not self.inner:
-            yield self.start, self.end, copies * self.replicas
-        for part in self.inner:
-            yield from part.flat(copies * self.replicas)
+        alone = [] if self.inner else [(self.start, self.end, copies * self.replicas)]
+        return sum((part.flat(copies * self.replicas) for part in self.inner), alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,17 +159,16 @@ class Programme:
     def __init__(self, instance: Instance, depth: int, work: float = inf) -> None:
         self.at, self.depth, self.work = instance, depth, work
         self.most = instance.most_replicas or prod(tier.machines for tier in instance.tiers)
-        self._whole = cache(self._fill)
+        self._whole = cache(self._of_copies)
 
     def solution(self) -> Solution | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
         tables = Tables(self, len(self.at.tiers) - 1, 1, 0, self.at.last)
-        ends = {then: float(row[0]) for then, row in tables.led(tables.machines).items()}
-        then = min(ends, key=lambda b: (ends[b], b), default=None)
-        if then is None or ends[then] == inf:
+        ways = [(float(row[0]), then) for then, row in tables.led(tables.machines).items()]
+        seconds, then = min(ways, default=(inf, 0))
+        if seconds == inf:
             return None
-        parts = tables.trace_behind(tables.machines, then, 0)
-        return Solution(ends[then], tuple(parts))
+        return Solution(seconds, tuple(tables.trace_behind(tables.machines, then, 0)))
 
     def whole(self, level: int, copies: int, behind: int) -> States:
         """A of a whole component of the level, of which so many copies stand side by side; of level -1, a
@@ -182,14 +179,13 @@ class Programme:
         same = self.at.fits is None and copies * inside <= self.most
         return self._whole(level, 1 if same else copies, behind)
 
-    def _fill(self, level: int, copies: int, behind: int) -> States:
+    def _of_copies(self, level: int, copies: int, behind: int) -> States:
         if level >= 0:
             tables = Tables(self, level, copies, behind)
             return tables.best(tables.stages, tables.machines)
         fits = True if self.at.fits is None else self.at.fits(copies, behind)
-        if copies > self.most or not np.any(fits):
-            return {}
-        return {min(behind + 1, self.depth): np.where(fits, self.at.seconds, inf)}
+        possible = copies <= self.most and np.any(fits)
+        return {min(behind + 1, self.depth): np.where(fits, self.at.seconds, inf)} if possible else {}
 
 
 FirstStages = Callable[[int, int], States]
@@ -318,7 +314,6 @@ class PipeDreamStages:
     recurrence: Recurrence
     use_all: bool = False
     most_replicas: int | None = None
-    _rooms: dict[int, Floats] = field(default_factory=dict, init=False)
 
     @cached_property
     def space(self) -> Space:
@@ -338,11 +333,6 @@ class PipeDreamStages:
         """Stages of a whole micro-batch."""
         return self.space.table(self.config.micro_batch_size)
 
-    @cached_property
-    def tiers(self) -> tuple[Tier, ...]:
-        """Levels of the machine."""
-        return list_tiers(self.space.topology)
-
     def proposal(self, work: float = WORK) -> Proposal | None:
         """The plan with the shortest bottleneck, which is its estimate; None where none fits. Exact, unless
         the cut points are too many for `work`: then over half of them, or half of these."""
@@ -353,18 +343,16 @@ class PipeDreamStages:
         if solution is None:
             return None
         ends = tuple(self.table.cut_points[end] for _, end, _ in solution.flat())
-        return Proposal(self.config, ends, tuple(place_parts(solution.parts, self.tiers)), solution.seconds)
+        return Proposal(
+            self.config, ends, tuple(place_parts(solution.parts, self.instance.tiers)), solution.seconds
+        )
 
     @cached_property
     def instance(self) -> Instance:
         """What the dynamic programme plans with."""
         space, size = self.space, self.config.micro_batch_size
         recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
-        firsts = {
-            kind: rank
-            for rank in reversed(range(space.topology.gpus))
-            for kind in [space.topology.device(rank)]
-        }
+        firsts = {space.topology.device(rank): rank for rank in reversed(range(space.topology.gpus))}
         groups = [space.replica_group(size, [rank]) for rank in firsts.values()]
         # A global batch on the slowest kind of device; what recomputes, computes twice.
         seconds = np.maximum.reduce([(1 + recompute) * group.forward + group.backward for group in groups])
@@ -373,7 +361,7 @@ class PipeDreamStages:
             seconds=np.where(space.usable, seconds, np.inf),
             weights=np.asarray(self.table.stage_bytes.trainable),
             crossing=self.table.crossing,
-            tiers=self.tiers,
+            tiers=list_tiers(space.topology),
             recurrence=self.recurrence,
             fits=None if unlimited else self._fits,
             most_replicas=self.most_replicas,
@@ -385,35 +373,35 @@ class PipeDreamStages:
     def _limit(self) -> float:
         return self.space.limit(range(self.space.topology.gpus))
 
-    def versions(self, behind: int) -> int:
-        """Weight versions of a stage with so many behind it."""
-        schedule = find_schedule(self.config.schedule)
-        return int(schedule.weight_versions(0, behind + 1, self.config.micro_batches))
-
     def _fits(self, replicas: int, behind: int) -> Bools:
         schedule = find_schedule(self.config.schedule)
         return self._room(replicas) >= int(schedule.in_flight(0, behind + 1, self.config.micro_batches))
 
-    def _room(self, replicas: int) -> Floats:
+    @cached_property
+    def _room(self) -> Callable[[int], Floats]:
         """How many micro-batches each stage may hold on so many devices; negative: none. Where each has a
         version of the weights, it counts as what the micro-batch holds. All devices count as the kind with
         the least memory."""
-        if replicas not in self._rooms:
-            mode, room = self.config.recompute, np.full(self.table.valid.shape, -1.0)
+
+        @cache
+        def room(replicas: int) -> Floats:
+            most, mode = np.full(self.table.valid.shape, -1.0), self.config.recompute
             modes: tuple[Recompute, ...] = ("never", "always") if mode == "by_stage" else (mode,)
             if self.full_space.fits_someone(self.config.micro_batch_size, replicas):
                 needs = [partial(self._need, replicas, own) for own in modes]
-                room = np.maximum.reduce([room, *(most_within(self._limit, need) for need in needs)])
-            self._rooms[replicas] = room
-        return self._rooms[replicas]
+                most = np.maximum.reduce([most, *(most_within(self._limit, need) for need in needs)])
+            return most
+
+        return room
 
     def _need(self, replicas: int, recompute: Recompute, in_flight: float, moment: Moment) -> Floats:
         """Bytes of every stage on one of its replicas, with so many micro-batches in flight."""
-        space = self.space
+        space, schedule = self.space, find_schedule(self.config.schedule)
         least = min(space.topology.kinds, key=lambda kind: kind.memory_bytes or inf)
+        versions = schedule.weight_versions(0, int(in_flight), self.config.micro_batches)
         options: LedgerOptions = {
             **ledger_options(least, space.dtype, space.number_bytes, space.zero),
-            "weight_versions": self.versions(int(in_flight) - 1),
+            "weight_versions": int(versions),
             "moment": moment,
         }
         table = space.table(divide_batch(self.config.micro_batch_size, replicas))

@@ -214,7 +214,9 @@ def size_choices(space: Space, sizes: Sequence[int]) -> list[Sequence[int]]:
     """Of these sizes those that stages may have together: a sequence for each kind of plan that the runtime
     runs."""
     rule = "any" if space.runtime is None else space.runtime.replicas
-    return {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
+    if rule == "equal":
+        return [[size] for size in sizes]
+    return [sizes if rule == "any" else [1]]
 
 
 def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:

@@ -9,7 +9,8 @@ nearest that is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ import numpy as np
 
 from ...cost_models.optimizers import Precision, find_optimizer
 from ..candidate import Proposal
-from ..stage_table import Floats
 from .base import Ends, Planner, linear_configs, linear_pipelines, nearest_cuts, work_seconds
 
 if TYPE_CHECKING:
@@ -56,27 +56,17 @@ def _settle(costs: Sequence[float], blocks: int, *, nearest: bool) -> tuple[int,
         ends[max(giver, taker)] += 1 if giver > taker else -1
 
 
-def _by_time(problem: Problem) -> Iterator[Proposal]:
-    return _pipelines(problem, lambda size: work_seconds(problem, size))
-
-
-def _by_size(problem: Problem) -> Iterator[Proposal]:
+def _propose(by_size: bool, problem: Problem) -> Iterator[Proposal]:
+    """GPipe's schedule on the cuts of the layers' seconds or bytes for micro-batches of a size: a device of
+    one node a stage, as one process runs them, without replicas."""
+    configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
     copies = parameter_copies(problem.options.optimizer, problem.precision.bytes)
 
-    def sizes(size: int) -> Floats:
-        costs = problem.space.chain.at(size, past_largest=True)
-        return costs.parameter_bytes * copies + costs.saved_bytes
-
-    return _pipelines(problem, sizes)
-
-
-def _pipelines(problem: Problem, costs: Callable[[int], Floats]) -> Iterator[Proposal]:
-    """GPipe's schedule on the cuts of the layers' costs for micro-batches of a size: a device of one node a
-    stage, as one process runs them, without replicas."""
-    configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
-
     def ends(stages: int, size: int) -> Ends:
-        return nearest_cuts(problem.space.chain, block_partition(costs(size).tolist(), stages))
+        costs = problem.space.chain.at(size, past_largest=True)
+        sizes = costs.parameter_bytes * copies + costs.saved_bytes
+        own = sizes if by_size else work_seconds(problem, size)
+        return nearest_cuts(problem.space.chain, block_partition(own.tolist(), stages))
 
     return linear_pipelines(problem, configs, ends, of_a_node=True)
 
@@ -88,4 +78,7 @@ def parameter_copies(optimizer: str, precision: Precision) -> float:
     return 1 + (precision.gradient + states) / precision.weight
 
 
-PLANNERS = (Planner("torchgpipe-time", _by_time), Planner("torchgpipe-size", _by_size))
+PLANNERS = (
+    Planner("torchgpipe-time", partial(_propose, False)),
+    Planner("torchgpipe-size", partial(_propose, True)),
+)

@@ -201,8 +201,8 @@ def test_parts_go_to_the_devices_that_end_first_with_them() -> None:
     times = [np.array([[0.0] * 5, own])[:, :, None, None] for own in ([0.0, 1, 2, 3, 10], [0.0, 3, 6, 9, 12])]
     for room, shares in (([4, 4], [3, 1]), ([2, 4], [2, 2]), ([1, 4], [1, 3])):
         assert _least_shares(times, np.array(room)[:, None, None], 4).ravel().tolist() == shares
-    shares = _least_shares(times, np.array([[[2]], [[1]]]), 4)
-    assert (shares > [[[2]], [[1]]]).any()
+    too_little = np.array([[[2]], [[1]]])
+    assert (_least_shares(times, too_little, 4) > too_little).any()
 
 
 @pytest.mark.parametrize(
