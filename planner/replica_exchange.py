@@ -139,7 +139,7 @@ def stage_figure(table: StageTable, name: str, scale: float, exchange: ReplicaEx
 
     name: an attribute of the table, or `input` or `weight`, the parts of the backward; `first_backward` and
     `first_weight` are of the first micro-batch of a step. Where replicas exchange gradients layer by layer,
-    the first takes as long as any. """
+    the first takes as long as any."""
     part, costs = name.removeprefix("first_"), table.costs
     is_split = part in ("input", "weight")
     if exchange.is_by_layer and part == "forward":

@@ -87,8 +87,8 @@ class ShareTables:
         counts = [n for n in range(1, MOST_SHARES + 1) if choice.size % n == 0]
         self.parts = max((n for n in counts if space.fits_someone(choice.size // n, 1)), default=0)
         self.unit = choice.size // max(self.parts, 1)
-        reached = (n for n in range(self.parts) if not space.fits_someone((n + 1) * self.unit, 1))
-        self.most = next(reached, self.parts)
+        shorter = (n for n in range(self.parts) if not space.fits_someone((n + 1) * self.unit, 1))
+        self.most = next(shorter, self.parts)
         self.mode: Recompute = "never" if {"never", "by_stage"} & set(choice.modes) else "always"
         self._times, self._room, self.share = cache(self._cost), cache(self._fit), cache(self._share)
 
@@ -124,11 +124,11 @@ class ShareTables:
             _even_shares(self.parts, room) if len(set(kinds)) == 1 else _least_shares(times, room, self.parts)
         )
         fits = (shares <= room).all(axis=0) & (shares.sum(axis=0) == self.parts)
-        taken = np.minimum(shares, self.most)
+        parts = np.minimum(shares, self.most)
         seconds = np.max(
             [
                 np.take_along_axis(own, share[None, None], axis=1)[:, 0]
-                for own, share in zip(times, taken, strict=True)
+                for own, share in zip(times, parts, strict=True)
             ],
             axis=0,
         )
@@ -149,8 +149,8 @@ def _least_shares(times: Sequence[Floats], room: Indices, parts: int) -> Indices
     count = np.arange(1, seconds.shape[1] + 1)[:, None, None]
     ends = np.where(count <= room[:, None], seconds, inf)
     earliest = ends.reshape(-1, *room.shape[1:]).argsort(axis=0, kind="stable")[:parts]
-    taken = earliest // seconds.shape[1]
-    return np.stack([(taken == device).sum(axis=0) for device in range(len(times))])
+    device_of = earliest // seconds.shape[1]
+    return np.stack([(device_of == device).sum(axis=0) for device in range(len(times))])
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int
             if share:
                 kind = space.topology.device(rank)
                 table, scale = space.kind_table(kind, share), kind.seconds_scale
-                taken = np.array([table.forward[at], table.backward[at]]) * scale
-                seconds[:, stage, 0, 0] = np.maximum(seconds[:, stage, 0, 0], taken)
+                own_seconds = np.array([table.forward[at], table.backward[at]]) * scale
+                seconds[:, stage, 0, 0] = np.maximum(seconds[:, stage, 0, 0], own_seconds)
     costs = replace(assembly.costs(), forward=seconds[0], backward=seconds[1], accumulation=None)
     return float(step_seconds(assembly.program, costs)[0])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,6 +183,5 @@ def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
 
 def allows(chain: Chain, ends: Sequence[int]) -> bool:
     """Whether these ends of stages ascend, from a layer on to the last, and none is a forbidden cut."""
-    first = (0, *ends)
-    rising = all(a < b for a, b in zip(first, ends, strict=False))
+    rising = all(a < b for a, b in pairwise((0, *ends)))
     return rising and ends[-1] == len(chain) and all(chain.cut_after[end - 1] for end in ends[:-1])

@@ -136,6 +136,6 @@ def find_plans(
             and problem.may_share(choice.size, [size * each])
             and space.fits_someone(choice.size, size * each)
         ]
-        found = least_plans(rule, fitting, costs.groups, cut_points, most, use_all=use_all)
-        plans += [(plan, each) for plan in found]
+        by_stages = least_plans(rule, fitting, costs.groups, cut_points, most, use_all=use_all)
+        plans += [(plan, each) for plan in by_stages]
     return plans if spp else sorted(plans, key=lambda pair: pair[0].value)[:1]

@@ -209,7 +209,7 @@ class Machines:
 
     def ranks(self, used: Counts, counts: Counts) -> tuple[int, ...]:
         """The ranks of so many groups after the used ones."""
-        first = [start + taken for start, taken in zip(self.starts, used, strict=True)]
+        first = [start + count for start, count in zip(self.starts, used, strict=True)]
         groups = [at + index for at, count in zip(first, counts, strict=True) for index in range(count)]
         return tuple(group * self.each + index for group in groups for index in range(self.each))
 
@@ -232,7 +232,7 @@ class Moves:
     Attributes:
         ranks: By move, its devices.
         source: By move but the last ones, the state before it.
-        taken: (states,): how many devices are taken.
+        devices: (states,): how many devices are taken.
         into: By state, the moves that lead to it.
         whole: (states,): the last moves.
         group: (moves,): where their costs are.
@@ -265,7 +265,7 @@ class Moves:
                 self.ranks.append(machines.ranks(state, devices))
                 source.append(number)
         self.source = np.array(source, dtype=np.int64)
-        self.taken = machines.each * np.array([sum(state) for state in states])
+        self.devices = machines.each * np.array([sum(state) for state in states])
         self.whole = np.arange(len(states)) + len(self.ranks) - 1
         for state in states[1:]:
             count = max(n for n in fitting if n <= sum(state))
@@ -327,8 +327,8 @@ class _DappleSearch:
     def __init__(self, moves: Moves, use_all: bool, beam: BeamLimits) -> None:
         self.moves, self.beam, self.choice = moves, beam, moves.choice
         self.last = len(moves.space.usable) - 1
-        states = np.arange(1, len(moves.taken))
-        states = states[moves.taken[1:] == moves.space.topology.gpus] if use_all else states
+        states = np.arange(1, len(moves.devices))
+        states = states[moves.devices[1:] == moves.space.topology.gpus] if use_all else states
         none = np.zeros_like(states)
         terms = np.full((4, len(states)), -np.inf)
         self.levels = [_Plans(none + self.last, states, none, none, none > 0, *terms)]
@@ -394,7 +394,7 @@ class _DappleSearch:
         ]
         seconds, least, *arrays = (np.concatenate(own) for own in zip(*parts, strict=True))
         plans = _Plans(*arrays)
-        keys = plans.begin * len(self.moves.taken) + plans.state
+        keys = plans.begin * len(self.moves.devices) + plans.state
         order = np.lexsort((seconds, keys))
         keys = keys[order]
         order = order[np.arange(len(keys)) - np.searchsorted(keys, keys) < self.beam.plans_per_state]
@@ -411,10 +411,10 @@ class _DappleSearch:
         sent = sent._replace(parent=which, state=self.moves.source[moves])
         row, begins = np.nonzero(np.arange(1, self.last) < sent.begin[:, None])
         plans, fits = self._in_front(sent.take(row), moves[row], begins + 1, to_last)
-        share = self.moves.least_work[plans.begin] / self.moves.taken[plans.state]
+        share = self.moves.least_work[plans.begin] / self.moves.devices[plans.state]
         least = np.maximum(plans.terms.least + share, (self.choice.micro_batches - 1) * share)
-        kept = np.flatnonzero(fits & (least < limit * (1 - 1e-12)))
-        plans, least = plans.take(kept), least[kept]
+        promising = np.flatnonzero(fits & (least < limit * (1 - 1e-12)))
+        plans, least = plans.take(promising), least[promising]
         whole = self.moves.whole[plans.state]
         complete, _ = self._in_front(self._sent(plans, whole, to_last + 1), whole, 0, to_last + 1)
         return (complete.terms.seconds, least, *plans)

@@ -166,15 +166,14 @@ def _block_numbers(chain: Chain) -> dict[str, list[tuple[int, int]]]:
 
 def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
     """The runs of two blocks or more whose numbers rise by one."""
-    runs, starts = list[Blocks](), [layers[0][1]]
-    for (number, index), (following, at) in pairwise(layers):
+    runs = [[layers[0][1]]]
+    for (number, index), (following, at) in pairwise([*layers, (-1, 0)]):
         if following == number + 1:
-            starts.append(at)
+            runs[-1].append(at)
         elif following != number:
-            runs.append(Blocks(stem, (*starts, index + 1)))
-            starts = [at]
-    runs.append(Blocks(stem, (*starts, layers[-1][1] + 1)))
-    return [run for run in runs if len(run) > 1]
+            runs[-1].append(index + 1)
+            runs.append([at])
+    return [Blocks(stem, tuple(starts)) for starts in runs if len(starts) > 2]
 
 
 def _are_alike(chain: Chain, blocks: Blocks) -> bool:
