@@ -130,34 +130,6 @@ TIE = 1e-12
 """Equal stages leave the pivot where it is, whatever the rounding."""
 
 
-class Latency(NamedTuple):
-    """Terms of T of some stages up to the last, arrays of one shape: up to the pivot's last backward; the
-    same without one micro-batch of the pivot; the longest all-reduce after it; and the least of T."""
-
-    aligned: Floats
-    hidden: Floats
-    exposed: Floats
-    least: Floats
-
-    def after(
-        self, forward: Floats, backward: Floats, reduced: Floats | float, micro_batches: int
-    ) -> Latency:
-        """Return the terms with a stage, or a transfer, in front."""
-        work = forward + backward
-        is_pivot = micro_batches * work > (self.hidden + work) * (1 + TIE)
-        return Latency(
-            np.where(is_pivot, micro_batches * work, self.aligned + work),
-            np.where(is_pivot, (micro_batches - 1) * work, self.hidden + work),
-            np.maximum(reduced, self.exposed - backward),
-            np.maximum((micro_batches - 1) * work, self.least + work),
-        )
-
-    @property
-    def seconds(self) -> Floats:
-        """T, where these are all stages."""
-        return self.aligned + self.exposed
-
-
 Counts = tuple[int, ...]
 """By machine, a number of its devices."""
 
@@ -295,10 +267,20 @@ class Moves:
         return seconds
 
 
-class _Plans(NamedTuple):
-    """The last stages of plans, arrays of one length: the cut point and the state that they start at, the
-    move of the first of them, which of the plans of a stage less they come from, whether a stage recomputes,
-    and terms."""
+class LastStages(NamedTuple):
+    """The last stages of plans, arrays of one length.
+
+    Attributes:
+        begin: Cut point that they start at.
+        state: State that they start at.
+        move: Devices of the first of them.
+        parent: Number of the last stages but this one, of those that these come from.
+        recomputes: Whether a stage recomputes.
+        aligned: Terms of T: seconds up to the pivot's last backward.
+        hidden: The same without one micro-batch of the pivot.
+        exposed: Longest all-reduce after it.
+        least: Seconds that T is not below, whatever comes in front.
+    """
 
     begin: Indices
     state: Indices
@@ -310,15 +292,28 @@ class _Plans(NamedTuple):
     exposed: Floats
     least: Floats
 
-    @property
-    def terms(self) -> Latency:
-        """Their latency."""
-        return Latency(self.aligned, self.hidden, self.exposed, self.least)
-
-    def take(self, which: Indices) -> _Plans:
+    def take(self, which: Indices) -> LastStages:
         """Return some of the plans."""
         arrays: tuple[Any, ...] = self
-        return _Plans(*(own[which] for own in arrays))
+        return LastStages(*(own[which] for own in arrays))
+
+    def after(
+        self, forward: Floats, backward: Floats, reduced: Floats | float, micro_batches: int
+    ) -> LastStages:
+        """Return the plans with the terms that they have with a stage, or a transfer, in front."""
+        work = forward + backward
+        is_pivot = micro_batches * work > (self.hidden + work) * (1 + TIE)
+        return self._replace(
+            aligned=np.where(is_pivot, micro_batches * work, self.aligned + work),
+            hidden=np.where(is_pivot, (micro_batches - 1) * work, self.hidden + work),
+            exposed=np.maximum(reduced, self.exposed - backward),
+            least=np.maximum((micro_batches - 1) * work, self.least + work),
+        )
+
+    @property
+    def seconds(self) -> Floats:
+        """T, where these are all stages."""
+        return self.aligned + self.exposed
 
 
 class _DappleSearch:
@@ -331,7 +326,7 @@ class _DappleSearch:
         states = states[moves.devices[1:] == moves.space.topology.gpus] if use_all else states
         none = np.zeros_like(states)
         terms = np.full((4, len(states)), -np.inf)
-        self.levels = [_Plans(none + self.last, states, none, none, none > 0, *terms)]
+        self.levels = [LastStages(none + self.last, states, none, none, none > 0, *terms)]
 
     def run(self, best: CutPlan | None, most_stages: int) -> CutPlan | None:
         """The best plan, where one is faster than the known one; else that."""
@@ -348,33 +343,32 @@ class _DappleSearch:
             self.levels.append(self._extend(which[~is_first], moves[~is_first], to_last, limit))
         return best
 
-    def _sent(self, plans: _Plans, moves: Indices, to_last: int) -> _Plans:
+    def _sent(self, plans: LastStages, moves: Indices, to_last: int) -> LastStages:
         """The plans with the transfer from a stage in front of each, on the devices of a move."""
         if to_last == 1:
             return plans
         seconds = self.moves.transfer(moves, plans.move, plans.begin)
-        terms = plans.terms.after(seconds, seconds, 0.0, self.choice.micro_batches)
-        return plans._replace(**terms._asdict())
+        return plans.after(seconds, seconds, 0.0, self.choice.micro_batches)
 
     def _in_front(
-        self, plans: _Plans, moves: Indices, begin: Indices | int, to_last: int
-    ) -> tuple[_Plans, Indices]:
+        self, plans: LastStages, moves: Indices, begin: Indices | int, to_last: int
+    ) -> tuple[LastStages, Indices]:
         """The plans with a stage in front of each, and which of these stages fit."""
         in_flight, group = self.choice.in_flight(to_last), self.moves.group[moves]
         names = ("forward", "backward", "all_reduce", "never", "always")
         tables = (self.moves.table(name)[group, begin, plans.begin] for name in names)
         forward, backward, reduced, never, always = tables
         again = in_flight > never
-        terms = plans.terms.after(forward, backward + again * forward, reduced, self.choice.micro_batches)
         begins, recomputes = np.broadcast_to(begin, moves.shape), plans.recomputes | again
-        longer = plans._replace(begin=begins, move=moves, recomputes=recomputes, **terms._asdict())
+        longer = plans.after(forward, backward + again * forward, reduced, self.choice.micro_batches)
+        longer = longer._replace(begin=begins, move=moves, recomputes=recomputes)
         return longer, ~again | (in_flight <= always)
 
     def _finish(self, which: Indices, moves: Indices, to_last: int, best: CutPlan | None) -> CutPlan | None:
         """The best plan, with the layers that are left in one stage on the devices of a move each."""
         sent = self._sent(self.levels[-1].take(which), moves, to_last)
         plans, fits = self._in_front(sent, moves, 0, to_last)
-        seconds = np.where(fits, plans.terms.seconds, np.inf)
+        seconds = np.where(fits, plans.seconds, np.inf)
         first = int(seconds.argmin()) if len(seconds) else 0
         if not len(seconds) or seconds[first] >= (np.inf if best is None else best.seconds):
             return best
@@ -385,7 +379,7 @@ class _DappleSearch:
             at = int(level.parent[at])
         return CutPlan(tuple(ends), tuple(devices[:-1]), float(seconds[first]), bool(plans.recomputes[first]))
 
-    def _extend(self, which: Indices, moves: Indices, to_last: int, limit: float) -> _Plans:
+    def _extend(self, which: Indices, moves: Indices, to_last: int, limit: float) -> LastStages:
         """The best plans of each state with one stage more, those first that take the least at least."""
         rows = max(ENTRIES // (self.last + 1), 1)
         parts = [
@@ -393,7 +387,7 @@ class _DappleSearch:
             for at in range(0, max(len(moves), 1), rows)
         ]
         seconds, least, *arrays = (np.concatenate(own) for own in zip(*parts, strict=True))
-        plans = _Plans(*arrays)
+        plans = LastStages(*arrays)
         keys = plans.begin * len(self.moves.devices) + plans.state
         order = np.lexsort((seconds, keys))
         keys = keys[order]
@@ -412,9 +406,9 @@ class _DappleSearch:
         row, begins = np.nonzero(np.arange(1, self.last) < sent.begin[:, None])
         plans, fits = self._in_front(sent.take(row), moves[row], begins + 1, to_last)
         share = self.moves.least_work[plans.begin] / self.moves.devices[plans.state]
-        least = np.maximum(plans.terms.least + share, (self.choice.micro_batches - 1) * share)
+        least = np.maximum(plans.least + share, (self.choice.micro_batches - 1) * share)
         promising = np.flatnonzero(fits & (least < limit * (1 - 1e-12)))
         plans, least = plans.take(promising), least[promising]
         whole = self.moves.whole[plans.state]
         complete, _ = self._in_front(self._sent(plans, whole, to_last + 1), whole, 0, to_last + 1)
-        return (complete.terms.seconds, least, *plans)
+        return (complete.seconds, least, *plans)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple_planner import Latency
+from pplan.planner.planners.dapple_planner import LastStages
 from pplan.planner.stage_table import Floats
 
 
@@ -26,12 +26,13 @@ def of(
 def latency(stages: Floats, transfers: Floats, micro_batches: int) -> Floats:
     """(plans,): of stages (forward, backward and all-reduce, stages, plans), the last one first."""
     forward, backward, reduced = stages
-    terms = Latency(*np.full((4, stages.shape[2]), -np.inf))
+    none, terms = np.zeros(stages.shape[2], dtype=np.int64), np.full((4, stages.shape[2]), -np.inf)
+    plans = LastStages(none, none, none, none, none > 0, *terms)
     for stage in reversed(range(stages.shape[1])):
-        terms = terms.after(forward[stage], backward[stage], reduced[stage], micro_batches)
+        plans = plans.after(forward[stage], backward[stage], reduced[stage], micro_batches)
         if stage:
-            terms = terms.after(transfers[stage - 1], transfers[stage - 1], 0.0, micro_batches)
-    return terms.seconds
+            plans = plans.after(transfers[stage - 1], transfers[stage - 1], 0.0, micro_batches)
+    return plans.seconds
 
 
 def test_equal_stages_turn_around_the_last() -> None:
