@@ -14,15 +14,17 @@ Management Science 1998).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from random import Random
 
-from .orders import ROUNDING, F, Lists, OrderProblem, OrderRun, Step, run_order
+import numpy as np
 
-NONE = -1
+from ...cost_models.program_order import NONE, resolve_order
+from ...cost_models.step_costs import lower_costs
+from .orders import ROUNDING, Lists, OrderProblem
+
 HEAT = 0.4
 """Mean seconds by which an accepted step may be longer at first, in mean seconds of an action. Falls with the
 square root of the work that is left."""
@@ -57,124 +59,74 @@ def improve_order(
     Returns:
         The fastest order found, which fits, and its step.
     """
-    run = run_order(problem, start)
-    assert run is not None, "the start can be run"
-    exchanges = _Exchanges(problem, start, run, Random(seed))
-    heat, left = _heat(problem, start, work), work
+    exchanges = _Exchanges(problem, start, Random(seed))
+    first, heat, left = exchanges.least, exchanges.heat(work), work
     while left > 0 and exchanges.least > bound * (1 + 1e-9) and not is_over():
         spent = exchanges.anneal(CHUNK, heat * (left / work) ** 0.5, bound * (1 + 1e-9))
         if not spent:
             break
         left -= spent
-    lists = exchanges.best_lists()
-    # Transfers that wait for each other are timed by the run alone.
-    improved = run_order(problem, lists) if exchanges.least < run.step else None
-    if improved is None or improved.step >= run.step * (1 - 1e-12) or not problem.fits(lists):
-        return start, run.step
-    return lists, improved.step
-
-
-def _heat(problem: OrderProblem, lists: Lists, work: float) -> float:
-    """Seconds of the first heat, see `HEAT`."""
-    actions = sum(map(len, lists))
-    seconds = sum(map(sum, (problem.forward, problem.backward, problem.weight)))
-    return HEAT * problem.micro_batches * seconds / actions * min(1.0, work / (WORK_OF_HEAT * actions))
+    # Transfers that wait for each other are timed by the simulator alone.
+    step, lists = problem.step(start), exchanges.best_lists()
+    improved = problem.step(lists) if exchanges.least < first else step
+    return (lists, improved) if improved < step * (1 - 1e-12) and problem.fits(lists) else (start, step)
 
 
 class _Exchanges:
     """An order as a graph of actions, timed anew after every move.
 
-    Actions are numbered device after device. The transfers of a link that may delay each other are numbered
-    after them, as actions of a device of their own. Lists by action: `device`; `code` (kind and part);
-    `needs`, the action of the same device that precedes it; `seconds`; `sender` and `receiver` with `wait`
-    seconds between them; `begins`, `ends` and `workspace` bytes; `place` in `order`; `previous` and
-    `following` on its device; `start`, `end`, and `tail`, the seconds that follow its end; `rank` in `clock`,
-    which lists the actions by their start. `level`: by place, bytes held after it.
+    Actions are numbered device after device. Lists by action: `device`; `code` (kind and part); `needs`, the
+    action of the same micro-batch and part that precedes it; `seconds`; `sender` and `receiver`, with `wait`
+    seconds until the result of the sender has arrived; `begins`, `ends` and `workspace` bytes; `place` in
+    `order`; `previous` and `following` on its device; `start`, `end`, and `tail`, the seconds that follow its
+    end; `rank` in `clock`, which lists the actions by their start. `level`: by place, bytes held after it.
     """
 
-    def __init__(self, problem: OrderProblem, lists: Lists, run: OrderRun, random: Random) -> None:
-        self.random, self.actions, self.devices = random, len(run.start), problem.devices
-        self.steps = [step for row in lists for step in row]
-        numbers, at = list[int](), dict[tuple[int, int, int], int]()
-        done = Counter[Step]()
-        for action, step in enumerate(self.steps):
-            at[(*step, done[step])] = action
-            numbers.append(done[step])
-            done[step] += 1
-        numbered = list(zip(self.steps, numbers, strict=True))
-        self.device = [device for device, row in enumerate(lists) for _ in row]
-        self.code = [kind * problem.parts + part for kind, part in self.steps]
-        self.needs = [NONE if kind == F else at[kind - 1, part, number] for (kind, part), number in numbered]
-        self.seconds = [problem.duration(kind, part, number == 0) for (kind, part), number in numbered]
-        self.begins, self.ends = map(
-            list, zip(*(problem.level_change(*step) for step in self.steps), strict=True)
-        )
-        self.workspace = [problem.workspace_bytes(*step) for step in self.steps]
-        self.sender, self.receiver = ([NONE] * self.actions for _ in range(2))
-        self.wait = [0.0] * self.actions
-        self._connect(problem, at, numbers)
-        links = self.devices - problem.devices
-        self.room = [*(room * ROUNDING for room in problem.room), *[inf] * links]
-        self.device_end = [*problem.end, *[0.0] * links]
-        self._time_all(run.sequence)
+    def __init__(self, problem: OrderProblem, lists: Lists, random: Random) -> None:
+        self.random, self.steps = random, [step for row in lists for step in row]
+        order = resolve_order(problem.arrange(lists))
+        values = lower_costs(order, problem.costs)
+        by_device = np.argsort(order.device, kind="stable")
+        kind, part, micro_batch = (own[by_device] for own in (order.kind, order.place, order.micro_batch))
+        number = np.full((4, problem.micro_batches, problem.parts + 1), NONE)
+        number[kind, micro_batch, part] = np.arange(len(kind))
+        needs = number[kind - 1, micro_batch, part]  # of an F, in the last row, none
+        is_turn = (kind == 1) & (part == problem.parts - 1)
+        sender = np.where(is_turn, needs, number[kind, micro_batch, part + np.array([-1, 1, 0])[kind]])
+        sender[kind == 2] = NONE
+        receiver = np.full(len(kind) + 1, NONE)
+        receiver[sender] = np.arange(len(kind))
+        arrives = (values.occupancy + values.latency)[values.cut][by_device]
+        columns = (order.device[by_device], kind * problem.parts + part, needs, sender, receiver[:-1])
+        self.device, self.code, self.needs, self.sender, self.receiver = (own.tolist() for own in columns)
+        self.wait = np.where(sender == NONE, 0.0, arrives[sender]).tolist()
+        self.seconds = values.duration[by_device].tolist()
+        bytes = [problem.bytes[kind][part] for kind, part in self.steps]
+        self.begins, self.ends, self.workspace = map(list, zip(*bytes, strict=True))
+        self.room, self.device_end = [room * ROUNDING for room in problem.room], problem.end
+        self.first = [0, *accumulate(map(len, lists))]
+        self._time_all(np.argsort(by_device).tolist())
         self.step = self.least = self._step_seconds()
         self.best = list(self.order)
 
-    def _connect(
-        self, problem: OrderProblem, at: dict[tuple[int, int, int], int], numbers: list[int]
-    ) -> None:
-        """Join every action and the one that it makes possible, by a transfer if they are on two devices."""
-        links = dict[tuple[int, int], list[tuple[int, int, float, float]]]()
-        for action, (kind, part) in enumerate(self.steps):
-            if (following := problem.next_action(kind, part)) is not None:
-                next_kind, receiver, wait = following
-                busy = (problem.forward_busy, problem.backward_busy)[kind][part] if wait else 0.0
-                transfer = action, at[next_kind, receiver, numbers[action]], wait, busy
-                links.setdefault(problem.link(kind, part, receiver), []).append(transfer)
-        for transfers in links.values():
-            # If the link is free again when its device ends the next action, no transfer waits.
-            is_slow = max(busy for *_, busy in transfers) > min(
-                self.seconds[sender] for sender, *_ in transfers
-            )
-            for sender, receiver, wait, busy in transfers:
-                if is_slow:
-                    sender, wait = self._add_transfer(sender, busy), wait - busy
-                self.receiver[sender], self.sender[receiver], self.wait[receiver] = receiver, sender, wait
-            self.devices += is_slow
+    def heat(self, work: float) -> float:
+        """Seconds of the first heat, see `HEAT`."""
+        count = len(self.steps)
+        return HEAT * sum(self.seconds) / count * min(1.0, work / (WORK_OF_HEAT * count))
 
-    def _add_transfer(self, sender: int, busy: float) -> int:
-        """Add a transfer as an action of a new device; returns its number."""
-        transfer = self.receiver[sender] = len(self.device)
-        self.device.append(self.devices)
-        self.code.append(-1 - self.code[sender])
-        self.sender.append(sender)
-        self.seconds.append(busy)
-        for column in (self.needs, self.receiver):
-            column.append(NONE)
-        for amounts in (self.wait, self.begins, self.ends, self.workspace):
-            amounts.append(0.0)
-        return transfer
-
-    def _time_all(self, sequence: list[int]) -> None:
-        """Time all actions; `sequence`: the actions of devices, each after those that it waits for."""
+    def _time_all(self, clock: list[int]) -> None:
+        """Time all actions; `clock` lists each after those that it waits for."""
         count, device = len(self.device), self.device
-        sizes = Counter(device)
-        self.first = [0, *accumulate(sizes[number] for number in range(self.devices))]
-        self.order, self.place = list(range(count)), list(range(count))
+        self.order, self.place, self.clock = list(range(count)), list(range(count)), clock
         self.previous = [i - 1 if i and device[i - 1] == device[i] else NONE for i in range(count)]
         self.following = [
             i + 1 if i + 1 < count and device[i + 1] == device[i] else NONE for i in range(count)
         ]
         self.start, self.end, self.tail = [0.0] * count, list(self.seconds), [0.0] * count
         self.old_start, self.rank, self.level = [0.0] * count, [0] * count, [0.0] * count
-        self.clock = list[int]()
-        for action in sequence:
-            self.clock.append(action)
-            if self.receiver[action] >= self.actions:
-                self.clock.append(self.receiver[action])
-        self._set_clock(0, self.clock)
+        self._set_clock(0, clock)
         self._time(0, 0, count - 1, inf)
-        self._set_clock(0, sorted(self.clock, key=self.start.__getitem__))
+        self._sort_clock(0, count)
         self._follow(0, count - 1)
         for action in range(count):
             level = self.level[action - 1] if self.previous[action] != NONE else 0.0
@@ -182,10 +134,8 @@ class _Exchanges:
 
     def best_lists(self) -> Lists:
         """The fastest order found."""
-        lists: list[list[Step]] = [[] for _ in range(self.devices)]
-        for action in self.best[: self.actions]:
-            lists[self.device[action]].append(self.steps[action])
-        return tuple(tuple(row) for row in lists if row)
+        steps = [self.steps[action] for action in self.best]
+        return tuple(tuple(steps[start:end]) for start, end in pairwise(self.first))
 
     def anneal(self, turns: int, heat: float, bound: float) -> int:
         """Try exchanges at one heat.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import chain, combinations, islice, pairwise
+from itertools import chain, combinations, islice
 from math import comb, inf
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,9 @@ import numpy as np
 
 from ...cost_models.errors import UsageError
 from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute, micro_batch_bytes
-from ...cost_models.program import Program, StageSlot
+from ...cost_models.program import StageSlot
 from ...cost_models.quantities import MOST_ACTIONS
 from ...cost_models.schedule_text import read_schedule, register_order, write_program
-from ...cost_models.step_costs import Costs
 from ..assembly import Assembly
 from ..candidate import SYNTHESIZED, Proposal, ScoredPlan, linear_pipeline
 from ..other_schedules import propose_other_schedules
@@ -31,7 +30,7 @@ from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
 from ..smallest_plan import find_smallest_plan
 from .exchanges import improve_order
-from .orders import Lists, OrderProblem, fill_orders, run_order
+from .orders import B, F, Lists, OrderProblem, W, fill_orders
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -48,8 +47,6 @@ TRANSIENT = (
 """Terms of the ledger that an order changes, or that are not bytes of a device's allocator."""
 MOST_CUTS = 100
 """Cuts into a number of stages up to which all are tried."""
-Memory = tuple[list[float], list[float], list[tuple[float, float]], list[tuple[float, float]]]
-"""`room`, `micro_batch_bytes`, `first_part` and `workspace` of an `OrderProblem`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,6 @@ class OrderCandidate:
     """A plan's shape with the problem of its orders, a lower bound on them, and the best order so far."""
 
     proposal: Proposal
-    program: Program
     recompute: tuple[Recompute, ...]
     problem: OrderProblem
     bound: float
@@ -75,105 +71,53 @@ def recompute_choices(problem: Problem, proposal: Proposal) -> Iterator[OrderCan
         return
     candidate = make_candidate(problem, proposal, never)
     yield candidate
-    orders = candidate.problem
-    lacking = set()
+    orders, lacking = candidate.problem, set[int]()
     for device, parts in enumerate(orders.parts_of_device):
         needed = min(orders.micro_batches, orders.devices - device)
-        if sum(orders.micro_batch_bytes[part] for part in parts) * needed > orders.room[device]:
+        if sum(orders.bytes[F][part][0] for part in parts) * needed > orders.room[device]:
             lacking.add(device)
-    if not lacking:
-        return
-    if len(lacking) < orders.devices:
+    if 0 < len(lacking) < orders.devices:
         mixed: list[Recompute] = ["always" if device in lacking else "never" for device in orders.device]
         yield make_candidate(problem, proposal, mixed)
-    yield make_candidate(problem, proposal, always)
+    if lacking:
+        yield make_candidate(problem, proposal, always)
 
 
 def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
     """The shape with a recomputation mode for each of its parts."""
     assembly = assemble(problem.space, proposal, modes)
-    orders = order_problem(assembly, assembly.costs(), _memory(problem, assembly))
-    return OrderCandidate(proposal, assembly.program, tuple(modes), orders, orders.bound())
-
-
-def order_problem(assembly: Assembly, costs: Costs, memory: Memory) -> OrderProblem:
-    """The order problem of an assembled plan."""
-    program = assembly.program
-    pipe, split = program.pipes[0], costs.weight is not None
-    devices = [place.device for place in pipe]
-
-    def by_part(values: np.ndarray | None) -> np.ndarray:
-        if values is None:
-            return np.zeros(len(pipe))
-        wide = np.broadcast_to(values, (program.devices, program.chunks, values.shape[2]))
-        return np.array([wide[place.device, place.chunk].max() for place in pipe])
-
-    def spread(values: np.ndarray | None, count: int) -> np.ndarray:
-        return np.broadcast_to(0.0 if values is None else np.ravel(values), count)
-
-    cuts = len(pipe) - 1
-    forward, overhead = by_part(costs.forward), spread(costs.overhead, program.devices)[devices]
-    backward = by_part(costs.backward) + by_part(costs.recompute) * forward + overhead
-    end = spread(costs.optimizer, program.devices)
-    if costs.all_reduce is not None and program.chunks == 1:
-        end = end + spread(costs.all_reduce[:, 0], program.devices)
-    onward, back = spread(costs.forward_occupancy, cuts), spread(costs.backward_occupancy, cuts)
-    room, part_bytes, first_part, workspace = memory
-    return OrderProblem(
-        micro_batches=program.micro_batches,
-        device=tuple(devices),
-        forward=_floats(forward + overhead),
-        backward=_floats(backward),
-        weight=_floats(by_part(costs.weight) + overhead) if split else (0.0,) * len(pipe),
-        credit=_floats(by_part(costs.accumulation)),
-        forward_wait=(*_floats(onward + spread(costs.forward_latency, cuts)), 0.0),
-        forward_busy=(*_floats(onward), 0.0),
-        backward_wait=(0.0, *_floats(back + spread(costs.backward_latency, cuts))),
-        backward_busy=(0.0, *_floats(back)),
-        end=_floats(end),
-        micro_batch_bytes=tuple(part_bytes),
-        room=tuple(room),
-        split=split,
-        first_part=tuple(first_part),
-        workspace=tuple(workspace),
-        forward_link=(*(_port(costs, *pair) for pair in pairwise(devices)), -1),
-        backward_link=(-1, *(_port(costs, there, here) for here, there in pairwise(devices))),
+    bytes, room = (
+        _bytes_of_actions(assembly),
+        [_room(problem, assembly, own) for own in range(len(assembly.ranks))],
     )
+    orders = OrderProblem(assembly.program, assembly.costs(), bytes, room)
+    return OrderCandidate(proposal, tuple(modes), orders, orders.bound())
 
 
-def _floats(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(values.tolist())
+def _room(problem: Problem, assembly: Assembly, device: int) -> float:
+    """Bytes of a device for what an order changes; the optimizer step is left out."""
+    terms = assembly.ledger(device)
+    lasting = sum(amount for name, amount in terms.items() if name not in TRANSIENT)
+    limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
+    return limit / (1 + FRAGMENTATION_RESERVE) - lasting
 
 
-def _port(costs: Costs, sender: int, receiver: int) -> int:
-    """The port by which a transfer leaves if no other device sends by it, else -1."""
-    if costs.links is None:
-        return -1
-    senders, _ = np.nonzero(costs.links == costs.links[sender, receiver])
-    return int(costs.links[sender, receiver]) if set(senders.tolist()) == {sender} else -1
-
-
-def _memory(problem: Problem, assembly: Assembly) -> Memory:
-    """Room of devices, and bytes of parts; the optimizer step is left out."""
-    program = assembly.program
-    room, part_bytes = list[float](), [0.0] * program.slots
-    first_part, workspace = ([(0.0, 0.0)] * program.slots for _ in range(2))
-    for device in range(program.devices):
-        terms = assembly.ledger(device)
-        lasting = sum(amount for name, amount in terms.items() if name not in TRANSIENT)
-        limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
-        room.append(limit / (1 + FRAGMENTATION_RESERVE) - lasting)
-        saves = assembly.recompute[device] == "never"
+def _bytes_of_actions(assembly: Assembly) -> list[list[tuple[float, float, float]]]:
+    """The bytes of an `OrderProblem`."""
+    program, table = assembly.program, np.zeros((3, assembly.program.slots, 3))
+    for device, mode in enumerate(assembly.recompute):
         for chunk, stage in enumerate(assembly.chunk_bytes(device)):
             part = program.parts_by_slot[StageSlot(device, chunk)]
-            amounts = micro_batch_bytes(stage, program)[saves]
-            part_bytes[part] = sum(amounts.forward)
-            recomputed, split = sum(amounts.backward), program.splits_backward
-            if split:
-                first_part[part] = recomputed + sum(amounts.first_part), sum(amounts.behind_first_part)
-            backward = float(stage.layer_workspace) if split else float(stage.workspace) + recomputed
-            workspace[part] = float(stage.workspace), backward
-    return room, part_bytes, first_part, workspace
+            forward, backward, *parts = map(sum, micro_batch_bytes(stage, program)[mode == "never"])
+            workspace = float(stage.workspace)
+            if program.splits_backward:
+                begins, ends = backward + parts[0], parts[1]
+                table[B, part] = begins, ends, stage.layer_workspace
+                table[W, part] = 0.0, -forward - begins - ends, stage.layer_workspace
+            else:
+                table[B, part] = 0.0, -forward, workspace + backward
+            table[F, part] = forward, 0.0, workspace
+    return list(table.tolist())
 
 
 def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = None) -> Iterator[Proposal]:
@@ -210,8 +154,8 @@ SAME_PLACES = {
 """By schedule, the bases with the same placement."""
 MOST_OF_BASE = 6
 """Plans with searched cuts, by base."""
-MOST_SHAPES = 24
-"""Shapes with the lowest bounds for which orders are made."""
+MOST_SHAPES = 64
+"""Candidates for which orders are made: those of plans, and those with the lowest bounds."""
 MOST_IMPROVED = 2
 """Fastest candidates that are improved."""
 CUTS_A_SECOND = 10
@@ -257,24 +201,18 @@ def synthesize(
 def _fill_all(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan], limit: float
 ) -> list[OrderCandidate]:
-    """Candidates with orders that fit; where no plan is known, the rest of the candidates until one fits."""
+    """Candidates with orders that fit; where no plan is known, of all candidates until one fits."""
     size = None if best is None else best.config.micro_batch_size
+    searched = list(_with_base(problem, plans))
     cuts = islice(every_proposal(problem, LINES, size), int(CUTS_A_SECOND * problem.options.time_limit))
-    searched = _candidates(problem, _with_base(problem, plans), limit)
-    shapes = _candidates(problem, _shapes(problem, best), limit)
-    first = _in_time(problem, searched)
-    rest = list[OrderCandidate]()
-    for group in (_in_time(problem, shapes), _in_time(problem, _candidates(problem, cuts, limit))):
-        earlier = {(candidate.proposal, candidate.recompute) for candidate in (*first, *rest)}
-        new = [candidate for candidate in group if (candidate.proposal, candidate.recompute) not in earlier]
-        new.sort(key=lambda candidate: candidate.bound)
-        first += new[:MOST_SHAPES]
-        rest += new[MOST_SHAPES:]
-    least = _candidates(problem, _smallest_shape(problem) if best is None else (), limit)
+    least = _smallest_shape(problem) if best is None else ()
+    candidates = _candidates(problem, chain(searched, _shapes(problem, best), cuts, least), limit)
+    early = _in_time(problem, candidates)
+    early.sort(key=lambda candidate: (candidate.proposal not in searched, candidate.bound))
     filled = list[OrderCandidate]()
-    for number, candidate in enumerate(chain(first, rest, searched, shapes, least)):
+    for number, candidate in enumerate(chain(early, candidates)):
         is_enough = best is not None or bool(filled)
-        if is_enough and (problem.budget.over or number >= len(first)):
+        if is_enough and (problem.budget.over or number >= MOST_SHAPES):
             break
         changed = _fill(candidate, problem.budget.part(share=FILL_SHARE), required=best is None)
         filled += [] if changed.lists is None else [changed]
@@ -335,12 +273,12 @@ def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -
 def _fill(candidate: OrderCandidate, budget: SearchBudget, *, required: bool) -> OrderCandidate:
     """The candidate with the fastest order that rules make in time; `required`: at least one that fits."""
     problem, best, lists = candidate.problem, inf, None
-    actions = sum(len(row) for row in candidate.program.actions)
+    actions = sum(map(len, problem.program.actions))
     by_rule = fill_orders(problem) if actions <= MOST_FILLED else ()
     for order in chain(by_rule, [problem.one_at_a_time(problem.micro_batches)]):
-        run = run_order(problem, order, best) if problem.fits(order) else None
-        if run is not None and run.step < best:
-            best, lists = run.step, order
+        step = problem.step(order) if problem.fits(order) else inf
+        if step < best:
+            best, lists = step, order
         if best <= candidate.bound * (1 + 1e-9) or (budget.over and (lists is not None or not required)):
             break
     return replace(candidate, lists=lists, step=best)
@@ -358,14 +296,12 @@ def _improve(candidate: OrderCandidate, work: float, budget: SearchBudget) -> Or
 def _score(problem: Problem, candidate: OrderCandidate) -> ScoredPlan | None:
     """The plan with the order as its schedule, by the simulator and the ledger; None if it does not fit."""
     assert candidate.lists is not None, "an order was made"
-    program = candidate.problem.program(candidate.lists, candidate.program)
-    text = write_program("synthesized", program)
-    name = f"{SYNTHESIZED}-{sha256(text.encode()).hexdigest()[:8]}"
-    proposal, config = candidate.proposal, candidate.proposal.config
+    program, proposal = candidate.problem.arrange(candidate.lists), candidate.proposal
+    name = f"{SYNTHESIZED}-{sha256(write_program(SYNTHESIZED, program).encode()).hexdigest()[:8]}"
     register_order(
         read_schedule(write_program(name, program, "pplan: the fastest order found for a plan")),
         program.devices,
         program.micro_batches,
-        config.virtual_stages,
+        proposal.config.virtual_stages,
     )
-    return fastest(problem.space, [replace(proposal, config=replace(config, schedule=name))])
+    return fastest(problem.space, [replace(proposal, config=replace(proposal.config, schedule=name))])

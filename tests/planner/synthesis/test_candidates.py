@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,15 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import FRAGMENTATION_RESERVE, Recompute, bytes_by_action
 from pplan.cost_models.schedules import SCHEDULES
-from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.synthesis.orders import OrderProblem, run_order
-from pplan.planner.synthesis.synthesize import (
-    make_candidate,
-    order_problem,
-    recompute_choices,
-)
+from pplan.planner.synthesis.orders import F, OrderProblem
+from pplan.planner.synthesis.synthesize import make_candidate, recompute_choices
 
 from .test_orders import list_steps
-from .test_orders import random_problem as random_costs
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -63,8 +56,8 @@ def held(problem: OrderProblem, own: Any) -> list[float]:
     """By action, in a row of them."""
     level, rows = 0.0, []
     for step in own:
-        begins, ends = problem.level_change(*step)
-        rows.append(level + begins + problem.workspace_bytes(*step))
+        begins, ends, workspace = problem.bytes[step[0]][step[1]]
+        rows.append(level + begins + workspace)
         level += begins + ends
     return rows
 
@@ -77,7 +70,7 @@ def test_bytes_are_those_of_the_ledger(base: str, make_problem: Callable[..., Pr
     for modes in product(MODES, repeat=2):
         by_part = tuple(modes[ranks[0]] for ranks in own.devices)
         candidate = make_candidate(problem, own, by_part)
-        assembly, program = assemble(problem.space, own, by_part), candidate.program
+        assembly, program = assemble(problem.space, own, by_part), candidate.problem.program
         lists = list_steps(program)
         assert lists is not None
         for device, mode in enumerate(modes):
@@ -98,7 +91,7 @@ def test_what_recomputes(memory: int | None, make_problem: Callable[..., Problem
     """Nothing; where devices have no room for as many as 1F1B holds, these alone, if not all, and all."""
     problem, own = make_problem(memory=memory), shape("zb-h1", ends=(5, 8))
     whole = make_candidate(problem, own, ("never", "never")).problem
-    lacking = [whole.micro_batch_bytes[n] * (2 - n) > whole.room[n] for n in range(2)]
+    lacking = [whole.bytes[F][n][0] * (2 - n) > whole.room[n] for n in range(2)]
     expected: list[tuple[str, ...]] = [("never", "never")]
     if any(lacking):
         mixed = [tuple("always" if each else "never" for each in lacking)] if not all(lacking) else []
@@ -106,23 +99,3 @@ def test_what_recomputes(memory: int | None, make_problem: Callable[..., Problem
     assert [each.recompute for each in recompute_choices(problem, own)] == expected
     for word, modes in (("always", "always"), ("never", "never")):
         assert [each.recompute for each in recompute_choices(problem, shape("zb-h1", word))] == [(modes,) * 2]
-
-
-@pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
-def test_seconds_besides_are_those_of_the_simulator(base: str) -> None:
-    """What a host takes around each action, and what runs again, by device."""
-    for seed in range(3):
-        _, program, costs = random_costs(base, 2, 6, seed)
-        random = np.random.default_rng(seed)
-        costs = replace(costs, overhead=random.uniform(0.1, 0.5, 2))
-        if not program.splits_backward:
-            costs = replace(costs, recompute=random.integers(0, 2, (2, 1, 1)).astype(float))
-        assembly: Any = SimpleNamespace(program=program)
-        nothing = [(0.0, 0.0)] * program.slots
-        numbers = order_problem(assembly, costs, ([1.0, 1.0], [1.0] * program.slots, nothing, nothing))
-        lists = list_steps(program)
-        assert lists is not None
-        run = run_order(numbers, lists)
-        assert run is not None
-        simulated = float(step_seconds(program, costs)[0])
-        assert run.step == pytest.approx(simulated)

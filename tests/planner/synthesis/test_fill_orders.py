@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.synthesis import orders as fill_module
 from pplan.planner.synthesis.orders import B, F, OrderProblem, Rule, Step, W, _Filler, fill_orders
+
+from .test_orders import bytes_of_parts, costs_of_parts
 
 
 def random_problem(
@@ -20,41 +23,24 @@ def random_problem(
 ) -> OrderProblem:
     """Seconds of eighths, whose sums are the same in whatever order; a V where there are two chunks."""
     random = np.random.default_rng(seed)
-    parts = devices * chunks
-    device = [*range(devices), *reversed(range(devices))][:parts]
-    ways = [here != there for here, there in pairwise(device)]
-
-    def seconds(low: int, high: int) -> tuple[float, ...]:
-        return tuple((random.integers(low, high, parts) / 8).tolist())
-
-    late = random.integers(0, 4, (2, parts - 1)) / 8 * ways
-    split = bool(seed % 3)
-    return OrderProblem(
-        micro_batches=micro_batches,
-        device=tuple(device),
-        forward=seconds(4, 12),
-        backward=seconds(4, 16),
-        weight=seconds(4, 12) if split else (0.0,) * parts,
-        credit=seconds(0, 4),
-        forward_wait=(*late[0], 0.0),
-        forward_busy=(0.0,) * parts,
-        backward_wait=(0.0, *late[1]),
-        backward_busy=(0.0,) * parts,
-        end=(0.0,) * devices,
-        micro_batch_bytes=seconds(6, 10),
-        room=(room * chunks,) * devices,
-        split=split,
-        first_part=tuple((float(own) / 8, -float(own) / 8) for own in random.integers(0, 3, parts)),
-        workspace=tuple(map(tuple, (random.integers(0, 3, (parts, 2)) / 8).tolist())),
-    )
+    parts, split = devices * chunks, bool(seed % 3)
+    base = ("zb-h1" if split else "1f1b") if chunks == 1 else "zb-v"
+    program = SCHEDULES[base].program(devices, micro_batches)
+    passes = np.array([random.integers(low, high, parts) / 8 for low, high in ((4, 12), (4, 16), (4, 12))])
+    late, nothing = random.integers(0, 4, (2, parts - 1)) / 8, np.zeros((2, parts - 1))
+    costs = costs_of_parts(program, passes, random.integers(0, 4, parts) / 8, nothing, late)
+    pending, workspace = random.integers(0, 3, parts) / 8, random.integers(0, 3, (2, parts)) / 8
+    each = random.integers(6, 10, parts) / 8
+    amounts = bytes_of_parts(program, each, (pending, -pending), workspace)
+    return OrderProblem(program, costs, amounts, (room * chunks,) * devices)
 
 
 def holds(problem: OrderProblem, own: list[Step]) -> list[float]:
     """What a device holds while each of its actions runs."""
     level, most = 0.0, []
     for kind, part in own:
-        before, after = problem.level_change(kind, part)
-        most.append(level + before + problem.workspace_bytes(kind, part))
+        before, after, workspace = problem.bytes[kind][part]
+        most.append(level + before + workspace)
         level += before + after
     return most
 
@@ -63,7 +49,7 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
     """What the rule's text says: whoever is free and looks around does what it finds to do. A device looks as
     it is done, and as what it waits for comes; where nothing is known to come, whenever another begins."""
     devices, count = problem.devices, problem.micro_batches
-    kinds = (F, B, W) if problem.split else (F, B)
+    kinds = problem.kinds
     own: list[list[Step]] = [[] for _ in range(devices)]
     end: dict[tuple[int, int, int], float] = {}
     free, idle = [0.0] * devices, set[int]()
@@ -79,21 +65,21 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
         if kind == F:
             if part == 0:
                 return 0.0
-            return end.get((F, part - 1, n), inf) + problem.forward_wait[part - 1]
+            return end.get((F, part - 1, n), inf) + problem.seconds[F][part - 1][2]
         if part == problem.parts - 1:
             return end.get((F, part, n), inf)
-        return end.get((B, part + 1, n), inf) + problem.backward_wait[part + 1]
+        return end.get((B, part + 1, n), inf) + problem.seconds[B][part + 1][2]
 
     def level(device: int) -> float:
-        return sum(sum(problem.level_change(kind, part)) for kind, part in own[device])
+        return sum(sum(problem.bytes[kind][part][:2]) for kind, part in own[device])
 
     def fits(device: int, kind: int, part: int) -> bool:
-        held = level(device) + problem.level_change(kind, part)[0]
-        need = problem.workspace_bytes(kind, part)
+        begins, _, need = problem.bytes[kind][part]
+        held = level(device) + begins
         if kind == F:
             mine = problem.parts_of_device[device]
-            held += max([problem.micro_batch_bytes[own] for own in mine if own > part], default=0.0)
-            need = max([need, *(problem.level_change(B, p)[0] + problem.workspace_bytes(B, p) for p in mine)])
+            held += max([problem.bytes[F][own][0] for own in mine if own > part], default=0.0)
+            need = max([need, *(problem.bytes[B][p][0] + problem.bytes[B][p][2] for p in mine)])
         return held + need <= problem.room[device] * (1 + 1e-12)
 
     def choose(device: int, now: float) -> tuple[Step | None, float]:
@@ -106,7 +92,7 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
             for kind, parts in ((B, backward), (F, forward))
         }
         held = sum(kind == F for kind, _ in own[device])
-        held -= sum(kind == problem.release for kind, _ in own[device])
+        held -= sum(kind == problem.kinds[-1] for kind, _ in own[device])
         few = held < rule.ahead[device]
         if ready[F] and few and (rule.forward_first or not ready[B]):
             return (F, ready[F][0]), now
@@ -115,8 +101,8 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
         coming = [arrives(B, part) for part in backward] + [arrives(F, part) for part in forward if few]
         coming.append(inf)
         for part in mine:
-            if problem.split and number(W, part) < number(B, part):
-                if min(coming) - now >= rule.share * problem.weight[part]:
+            if W in kinds and number(W, part) < number(B, part):
+                if min(coming) - now >= rule.share * problem.duration(W, part, 1):
                     return (W, part), now
                 break
         return ((F, ready[F][0]), now) if ready[F] and min(coming) == inf else (None, min(coming))
@@ -134,7 +120,7 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
             continue
         kind, part = step
         n = number(kind, part)
-        free[device] = end[kind, part, n] = now + problem.duration(kind, part, n == 0)
+        free[device] = end[kind, part, n] = now + problem.duration(kind, part, n)
         own[device].append(step)
         idle.discard(device)
         looks |= {(free[device], device)} | {(now, other) for other in idle}
@@ -152,7 +138,7 @@ def test_devices_do_what_the_rule_says(chunks: int) -> None:
     for seed in range(60):
         problem = random_problem(seed, 3, 4, room=[2.5, 4.0, 20.0][seed % 3], chunks=chunks)
         if seed % 2:
-            problem = replace(problem, first_part=(), workspace=())
+            problem = replace(problem, bytes=bytes_of_parts(problem.program, np.ones(problem.parts)))
         random = np.random.default_rng(seed)
         ahead = tuple((chunks * random.integers(1, 6, 3)).tolist())
         rule = Rule(float(random.choice([0.0, 0.3, 0.6, 1.0])), ahead, bool(random.integers(2)))

@@ -26,10 +26,10 @@ from pplan.planner.candidate import PipelineConfig, ScoredPlan, linear_pipeline,
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assemble, fastest
+from pplan.planner.scoring import fastest
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.synthesis.exchanges import improve_order
-from pplan.planner.synthesis.orders import B, F, Lists, OrderProblem, Step, W, fill_orders, run_order
+from pplan.planner.synthesis.orders import B, F, Lists, OrderProblem, Step, W, fill_orders
 from pplan.planner.synthesis.synthesize import _with_base, make_candidate, synthesize
 
 TOLERANCE = 1e-9
@@ -38,56 +38,59 @@ MODES: tuple[Recompute, ...] = ("never", "always")
 
 def random_problem(
     base: str, devices: int, micro_batches: int, seed: int, *, room: float = inf
-) -> tuple[OrderProblem, Program, Costs]:
-    """Random seconds of the parts of a schedule's places, and the same for the simulator; `room`:
-    micro-batches of all parts of a device."""
+) -> OrderProblem:
+    """Random seconds of the parts of a schedule's places; `room`: micro-batches of all parts of a device."""
     random = np.random.default_rng(seed)
     program = SCHEDULES[base].program(devices, micro_batches)
-    parts, split = program.slots, program.splits_backward
-    forward, backward, weight = (random.uniform(0.5, 1.5, parts) for _ in range(3))
-    credit, busy, late = random.uniform(0, 0.2, parts), *random.uniform(0, 0.3, (2, parts - 1))
-    device = [place.device for place in program.pipes[0]]
-    crosses = np.array([here != there for here, there in pairwise(device)])
-    busy, late = busy * crosses, late * crosses
-    own_parts = parts / devices
+    parts = program.slots
+    passes = random.uniform(0.5, 1.5, (3, parts))
+    credit, *links = random.uniform(0, 0.2, parts), *random.uniform(0, 0.3, (2, parts - 1))
     reduce, update = random.uniform(0, 2, (2, devices))
     reduce = reduce if parts == devices else np.zeros(devices)
-    problem = OrderProblem(
-        micro_batches=micro_batches,
-        device=tuple(device),
-        forward=tuple(forward),
-        backward=tuple(backward),
-        weight=tuple(weight) if split else (0.0,) * parts,
-        credit=tuple(credit),
-        forward_wait=(*(busy + late), 0.0),
-        forward_busy=(*busy, 0.0),
-        backward_wait=(0.0, *(busy + late)),
-        backward_busy=(0.0, *busy),
-        end=tuple(reduce + update),
-        micro_batch_bytes=(1.0,) * parts,
-        room=(room * own_parts,) * devices,
-        split=split,
+    costs = replace(
+        costs_of_parts(program, passes, credit, (links[0], links[0]), (links[1], links[1])),
+        all_reduce=reduce[:, None] * np.ones(program.chunks),
+        optimizer=update,
     )
+    amounts = bytes_of_parts(program, np.ones(parts))
+    return OrderProblem(program, costs, amounts, (room * parts / devices,) * devices)
 
-    def by_place(values: np.ndarray) -> np.ndarray:
-        table = np.zeros((devices, program.chunks, 1))
+
+def costs_of_parts(program: Program, passes: Any, credit: Any, busy: Any, late: Any) -> Costs:
+    """Of F, B and W by part, of what the first backward does not take, and of transfers, there and back."""
+    devices = [place.device for place in program.pipes[0]]
+    crosses = np.array([[here != there for here, there in pairwise(devices)]])
+
+    def by_place(values: Any) -> Any:
+        table = np.zeros((program.devices, program.chunks, 1))
         for slot, part in program.parts_by_slot.items():
             table[slot] = values[part]
         return table
 
-    costs = Costs(
-        forward=by_place(forward),
-        backward=by_place(backward),
-        weight=by_place(weight) if split else None,
-        accumulation=by_place(credit),
-        forward_occupancy=busy[None],
-        forward_latency=late[None],
-        backward_occupancy=busy[None],
-        backward_latency=late[None],
-        all_reduce=reduce[:, None] * np.ones(program.chunks),
-        optimizer=update,
+    return Costs(
+        forward=by_place(passes[0]),
+        backward=by_place(passes[1]),
+        weight=by_place(passes[2]) if program.splits_backward else None,
+        accumulation=by_place(np.minimum(credit, passes[2 if program.splits_backward else 1])),
+        forward_occupancy=busy[0] * crosses,
+        forward_latency=late[0] * crosses,
+        backward_occupancy=busy[1] * crosses,
+        backward_latency=late[1] * crosses,
     )
-    return problem, program, costs
+
+
+def bytes_of_parts(program: Program, each: Any, pending: Any = None, workspace: Any = None) -> Any:
+    """Bytes of a micro-batch in flight by part; what a B adds as it begins and ends; workspaces of F and of
+    the others."""
+    parts = len(each)
+    (begins, ends), table = np.zeros((2, parts)) if pending is None else pending, np.zeros((3, parts, 3))
+    if not program.splits_backward:
+        begins = ends = np.zeros(parts)
+    table[F, :, 0], table[B, :, 0], table[B, :, 1] = each, begins, ends
+    table[2 if program.splits_backward else 1, :, 1] = -each - begins - ends
+    if workspace is not None:
+        table[F, :, 2], table[B, :, 2], table[W, :, 2] = workspace[0], workspace[1], workspace[1]
+    return table.tolist()
 
 
 def list_steps(program: Program) -> Lists | None:
@@ -110,65 +113,56 @@ def list_steps(program: Program) -> Lists | None:
 
 
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved"])
-@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 4), (3, 9), (4, 12)])
-def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int) -> None:
-    problem, program, costs = random_problem(base, devices, micro_batches, devices)
-    lists = list_steps(program)
+def test_an_order_is_the_program_that_it_was_made_of(base: str) -> None:
+    problem = random_problem(base, 3, 9, 3)
+    lists = list_steps(problem.program)
     assert lists is not None
-    order_run = run_order(problem, lists)
-    assert order_run is not None
-    timeline = simulate(program, costs)
-    assert order_run.step == pytest.approx(timeline.step_seconds, rel=TOLERANCE)
-    assert problem.program(lists, program).actions == program.actions
+    assert problem.arrange(lists).actions == problem.program.actions
+    timeline = simulate(problem.program, problem.costs)
+    assert problem.step(lists) == timeline.step_seconds >= problem.bound() * (1 - TOLERANCE)
 
 
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("modes", [("never", "never"), ("always", "never")])
-def test_the_numbers_are_those_of_a_plan(
+def test_the_bound_is_of_all_that_a_plan_takes(
     make_chain: Callable[..., Chain],
     make_topology: Callable[..., Topology],
     base: str,
     modes: tuple[Recompute, Recompute],
 ) -> None:
-    """With replicas, recomputation, transfers, sums of gradients and a first backward that adds to none."""
+    """With replicas, recomputation, transfers, sums of gradients and a first backward that adds to none: the
+    first device's work and the sum of its gradients are all of the step where the others wait for nothing."""
     for seed in range(4):
         chain = make_chain(seed, 5, cuts=1.0, adding=0.5)
         problem = Problem(
             chain, make_topology(4, per_node=2, latency=0.1), PlanOptions(mini_batch=12, micro_batches=6)
         )
         proposal = replicated_pipeline(PipelineConfig(base, "by_stage", 6, 2), (1 + seed % 4, 5), (2, 2))
-        lists = list_steps(SCHEDULES[base].program(2, 6))
-        assert lists is not None
-        numbers = make_candidate(problem, proposal, modes).problem
-        assert max(numbers.end) > 0
-        assert step_of(numbers, lists) >= numbers.bound() * (1 - TOLERANCE)
-        assembly = assemble(problem.space, proposal, modes)
-        simulated = float(step_seconds(assembly.program, assembly.costs())[0])
-        assert step_of(numbers, lists) == pytest.approx(simulated, rel=TOLERANCE)
+        orders = make_candidate(problem, proposal, modes).problem
+        timeline = simulate(orders.program, orders.costs)
+        assert max(orders.end) > 0
+        busy = [seconds + end for seconds, end in zip(timeline.busy_seconds, orders.end, strict=True)]
+        assert max(busy) * (1 - TOLERANCE) <= orders.bound() <= timeline.step_seconds * (1 + TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_orders_by_rule_fit_and_run_and_are_above_the_bound(base: str) -> None:
     for seed, room in product(range(2), (1.0, 1.5, 3.0, inf)):
-        problem, program, costs = random_problem(base, 3, 6, seed, room=room)
-        count = 0
+        problem, count = random_problem(base, 3, 6, seed, room=room), 0
         for lists in fill_orders(problem):
             assert problem.fits(lists)
-            order_run = run_order(problem, lists)
-            assert order_run is not None
-            assert order_run.step >= problem.bound() * (1 - TOLERANCE)
-            own = problem.program(lists, program)
-            assert float(step_seconds(own, costs)[0]) == pytest.approx(order_run.step, rel=TOLERANCE)
+            assert inf > problem.step(lists) >= problem.bound() * (1 - TOLERANCE)
+            own = problem.arrange(lists)
             held = [max(own.in_flight(device)) * own.parts for device in range(3)]
             assert max(held) <= room * own.parts * (1 + TOLERANCE)
             count += 1
         assert count or (room == 1.0 and problem.parts > problem.devices), (seed, room)
 
 
-def every_list(parts: tuple[int, ...], micro_batches: int, split: bool) -> Iterator[tuple[Step, ...]]:
+def every_list(problem: OrderProblem, parts: list[int]) -> Iterator[tuple[Step, ...]]:
     """Every sequence of a device in which no B stands before its F and no W before its B."""
-    kinds = (F, B, W) if split else (F, B)
+    kinds, micro_batches = problem.kinds, problem.micro_batches
 
     def extend(own: tuple[Step, ...], counts: dict[Step, int]) -> Iterator[tuple[Step, ...]]:
         if len(own) == len(kinds) * len(parts) * micro_batches:
@@ -186,18 +180,15 @@ def every_list(parts: tuple[int, ...], micro_batches: int, split: bool) -> Itera
 def best_of_all(problem: OrderProblem) -> float:
     """The least step of all orders that fit."""
     each = [
-        [
-            row
-            for row in every_list(own, problem.micro_batches, problem.split)
-            if problem.fits_device(device, row)
-        ]
+        [row for row in every_list(problem, own) if alone(problem, device).fits((row,))]
         for device, own in enumerate(problem.parts_of_device)
     ]
-    best = inf
-    for lists in product(*each):
-        if (order_run := run_order(problem, lists, best)) is not None:
-            best = min(best, order_run.step)
-    return best
+    return min((problem.step(lists) for lists in product(*each)), default=inf)
+
+
+def alone(problem: OrderProblem, device: int) -> OrderProblem:
+    """With the room of one device."""
+    return replace(problem, room=(problem.room[device],))
 
 
 SMALL = [
@@ -215,52 +206,44 @@ SMALL = [
 def test_against_every_order(base: str, devices: int, micro_batches: int, room: float) -> None:
     """No order is below the bound, and the search ends at the least step."""
     for seed in range(2 if micro_batches * devices > 4 and base == "zb-h1" else 6):
-        problem, _, _ = random_problem(base, devices, micro_batches, seed, room=room)
+        problem = random_problem(base, devices, micro_batches, seed, room=room)
         least = best_of_all(problem)
         assert least >= problem.bound() * (1 - TOLERANCE)
-        start = min(fill_orders(problem), key=lambda lists: step_of(problem, lists))
+        start = min(fill_orders(problem), key=lambda lists: problem.step(lists))
         lists, step = improve_order(problem, start, problem.bound(), 20_000)
         assert problem.fits(lists)
-        assert step_of(problem, lists) == step
-        assert least * (1 - TOLERANCE) <= step <= step_of(problem, start)
+        assert problem.step(lists) == step
+        assert least * (1 - TOLERANCE) <= step <= problem.step(start)
         assert step == pytest.approx(least, rel=0.01)
 
 
 def uneven(problem: OrderProblem, seed: int, room: float) -> OrderProblem:
     """With what the two parts of a backward hold besides, and workspaces."""
     random = np.random.default_rng(seed)
-    parts = range(problem.parts)
-    return replace(
-        problem,
-        first_part=tuple((random.uniform(0, 1), -random.uniform(0, 1.2)) for _ in parts),
-        workspace=tuple(tuple(random.uniform(0, 0.4, 2)) for _ in parts),
-        room=(room,) * problem.devices,
-    )
+    pending = random.uniform(0, 1, problem.parts), -random.uniform(0, 1.2, problem.parts)
+    workspace = random.uniform(0, 0.4, (2, problem.parts))
+    amounts = bytes_of_parts(problem.program, np.ones(problem.parts), pending, workspace)
+    return replace(problem, bytes=amounts, room=(room,) * problem.devices)
 
 
-@pytest.mark.parametrize(("base", "room"), [("zb-h1", 2.0), ("zb-h1", 3.0), ("1f1b", 2.6), ("zb-v", 4.5)])
+@pytest.mark.parametrize(("base", "room"), [("zb-h1", 2.0), ("zb-h1", 3.0), ("zb-v", 4.5)])
 def test_what_fits_is_what_the_ledger_holds(base: str, room: float) -> None:
     """Random sequences of a device against the ledger's count of the same bytes."""
     fitting = 0
     for seed in range(60):
-        problem, program, _ = random_problem(base, 2, 4, seed)
-        problem = uneven(problem, seed, room)
+        problem = uneven(random_problem(base, 2, 4, seed), seed, room)
         random, device = np.random.default_rng(seed), seed % 2
         chunks = [
             StageBytes(
                 *(0.0,) * 3, saved=1.0, saved_input=0.0, input=0.0, received=0.0, sent=0.0,
-                workspace=problem.workspace[part][0], layer_workspace=problem.workspace[part][1],
-                pending=problem.parts_held[part][0], released=-problem.parts_held[part][1],
+                workspace=problem.bytes[F][part][2], layer_workspace=problem.bytes[B][part][2],
+                pending=problem.bytes[B][part][0], released=-problem.bytes[B][part][1],
             )
             for part in problem.parts_of_device[device]
         ]  # fmt: skip
-        if not problem.split:
-            chunks = [replace(own, workspace=max(problem.workspace[0])) for own in chunks]
-            problem = replace(problem, workspace=((max(problem.workspace[0]),) * 2,) * problem.parts)
-        lists = [next(random_lists(problem, own, random)) for own in range(2)]
-        own = problem.program(tuple(lists), program)
-        most = bytes_by_action(own, device, chunks).bytes.max()
-        assert problem.fits_device(device, lists[device]) == bool(most <= room)
+        lists = tuple(next(random_lists(problem, own, random)) for own in range(2))
+        most = bytes_by_action(problem.arrange(lists), device, chunks).bytes.max()
+        assert alone(problem, device).fits(lists[device : device + 1]) == bool(most <= room)
         fitting += int(most <= room)
     assert 0 < fitting < 60
 
@@ -269,7 +252,7 @@ def random_lists(
     problem: OrderProblem, device: int, random: np.random.Generator
 ) -> Iterator[tuple[Step, ...]]:
     """Sequences of a device in which no B stands before its F and no W before its B."""
-    kinds = (F, B, W) if problem.split else (F, B)
+    kinds = problem.kinds
     while True:
         done, own = Counter[Step](), list[Step]()
         steps = [(kind, part) for kind in kinds for part in problem.parts_of_device[device]]
@@ -285,7 +268,7 @@ def random_lists(
 def test_against_every_order_that_holds_more_between_the_parts(micro_batches: int, room: float) -> None:
     """No order that fits is below the bound; orders by rule fit."""
     for seed in range(3 if micro_batches == 2 else 1):
-        problem = uneven(random_problem("zb-h1", 2, micro_batches, seed)[0], seed, room)
+        problem = uneven(random_problem("zb-h1", 2, micro_batches, seed), seed, room)
         least = best_of_all(problem)
         assert least >= problem.bound() * (1 - TOLERANCE)
         starts = list(fill_orders(problem))
@@ -293,58 +276,17 @@ def test_against_every_order_that_holds_more_between_the_parts(micro_batches: in
         assert bool(starts) <= (least < inf)
 
 
-def test_memory_alone_may_prove_an_order() -> None:
-    """Sixteen equal stages in 1F1B's memory: the known order is proven by the first stage's room. In half of
-    it a step takes 47 % longer at the least."""
-    stages, count = 16, 64
-    lists = list_steps(SCHEDULES["zb-h1"].program(stages, count))
-    assert lists is not None
-    known, half = (equal_stages(stages, count, room) for room in (16.0, 8.0))
-    assert known.fits(lists)
-    assert known.bound() == pytest.approx(step_of(known, lists), rel=TOLERANCE)
-    assert equal_stages(stages, count, inf).bound() < 0.98 * known.bound()
-    assert half.bound() > 1.47 * known.bound()
-
-
-@pytest.mark.parametrize("room", [1.9, 2.9, 3.8, 5.6])
-def test_memory_for_few_weight_gradients_is_seen_exactly(room: float) -> None:
-    """Two stages in whose memory one to three micro-batches may wait for W: the bound is the least step."""
-    stages, seconds = 2, (1.0, 1.0)
-    problem = replace(equal_stages(stages, 3, room), first_part=((0.86, 0.0),) * stages)
-    problem = replace(problem, forward=seconds, backward=seconds, weight=(0.7, 0.7))
-    problem = replace(problem, forward_wait=(0.5, 0.0), backward_wait=(0.0, 0.5))
-    assert problem.bound() == pytest.approx(best_of_all(problem), rel=TOLERANCE)
-
-
 def equal_stages(stages: int, count: int, room: float) -> OrderProblem:
     """Of equal stages, with room for so many micro-batches."""
-    waits = (0.377,) * (stages - 1)
-    return OrderProblem(
-        micro_batches=count,
-        device=tuple(range(stages)),
-        forward=(11.347,) * stages,
-        backward=(11.248,) * stages,
-        weight=(8.132,) * stages,
-        credit=(0.0,) * stages,
-        forward_wait=(*waits, 0.0),
-        forward_busy=(0.0,) * stages,
-        backward_wait=(0.0, *waits),
-        backward_busy=(0.0,) * stages,
-        end=(0.0,) * stages,
-        micro_batch_bytes=(1.0,) * stages,
-        room=(room,) * stages,
-    )
-
-
-def step_of(problem: OrderProblem, lists: Lists) -> float:
-    order_run = run_order(problem, lists)
-    assert order_run is not None
-    return order_run.step
+    program, waits = SCHEDULES["zb-h1"].program(stages, count), np.full(stages - 1, 0.377)
+    passes, nothing = np.repeat([[11.347], [11.248], [8.132]], stages, axis=1), np.zeros(stages)
+    costs = costs_of_parts(program, passes, nothing, (0 * waits, 0 * waits), (waits, waits))
+    return OrderProblem(program, costs, bytes_of_parts(program, np.ones(stages)), (room,) * stages)
 
 
 def test_micro_batches_in_another_order_are_no_faster() -> None:
     """That of every part micro-batches may be taken in their order: every order of two, freely numbered."""
-    problem, _, costs = random_problem("zb-h1", 2, 2, 3)
+    problem = random_problem("zb-h1", 2, 2, 3)
     actions = [Action(kind, m) for kind in "FBW" for m in range(2)]  # type: ignore[arg-type]  # F, B, W
 
     def sequences(left: tuple[Action, ...], own: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
@@ -361,7 +303,7 @@ def test_micro_batches_in_another_order_are_no_faster() -> None:
     for lists in product(every, every):
         own = Program(lists, (tuple(StageSlot(device) for device in range(2)),), (0, 0))
         with suppress(UsageError):  # they wait for each other for ever
-            freely = min(freely, float(step_seconds(own, costs)[0]))
+            freely = min(freely, float(step_seconds(own, problem.costs)[0]))
     assert best_of_all(problem) == pytest.approx(freely, rel=TOLERANCE)
 
 
@@ -397,11 +339,11 @@ def test_exchanges_lead_out_of_orders_behind_which_all_are_worse() -> None:
     an order 4.8 % faster than the best one by rule."""
     problem = equal_stages(6, 10, 5.0)
     orders = fill_orders(problem)
-    start = min(orders, key=lambda lists: step_of(problem, lists))
-    first = step_of(problem, start)
+    start = min(orders, key=lambda lists: problem.step(lists))
+    first = problem.step(start)
     lists, step = improve_order(problem, start, problem.bound(), 300_000)
     assert problem.fits(lists)
-    assert step == step_of(problem, lists) < first / 1.048
+    assert step == problem.step(lists) < first / 1.048
     assert improve_order(problem, start, problem.bound(), 300_000, lambda: True) == (start, first)
     assert improve_order(problem, start, problem.bound(), 5)[1] <= first
 
@@ -428,13 +370,13 @@ def test_memory_for_one_micro_batch_is_enough_for_an_order_and_less_for_none() -
     """Of every base's places, also where the parts of a backward and workspaces hold more."""
     fitting = 0
     for seed, (base, number) in enumerate([("zb-h1", 2), ("1f1b", 3), ("zb-v", 1)] * 12):
-        problem = uneven(random_problem(base, 2, number, seed)[0], seed, 0.5 + 0.1 * (seed % 24))
+        problem = uneven(random_problem(base, 2, number, seed), seed, 0.5 + 0.1 * (seed % 24))
         least, lists = best_of_all(problem), problem.one_at_a_time(number)
         assert problem.has_order() == (least < inf)
         if least < inf:
             fitting += 1
             assert problem.fits(lists)
-            assert step_of(problem, lists) >= least * (1 - TOLERANCE)
+            assert problem.step(lists) >= least * (1 - TOLERANCE)
     assert 6 < fitting < 30
 
 
@@ -462,7 +404,7 @@ def test_more_room_is_never_slower() -> None:
     for seed in range(3):
         steps = []
         for room in (1.0, 2.0, 3.0):
-            problem, _, _ = random_problem("1f1b", 3, 3, seed, room=room)
+            problem = random_problem("1f1b", 3, 3, seed, room=room)
             steps.append(best_of_all(problem))
         assert steps == sorted(steps, reverse=True)
 
@@ -472,30 +414,10 @@ def test_backwards_partly_in_two_parts_are_no_start() -> None:
 
 
 def test_no_room_is_no_order() -> None:
-    problem, _, _ = random_problem("zb-h1", 2, 2, 0, room=0.5)
+    problem = random_problem("zb-h1", 2, 2, 0, room=0.5)
     assert not problem.has_order()
     assert not list(fill_orders(problem))
     assert replace(problem, room=(inf, inf)).has_order()
-
-
-@pytest.mark.parametrize("base", ["zb-v", "interleaved"])
-@pytest.mark.parametrize("micro_batches", [3, 12])
-def test_the_bound_of_devices_with_several_parts_by_hand(base: str, micro_batches: int) -> None:
-    """One micro-batch's way there and back, or a device's work behind the way to its first part."""
-    own, _, _ = random_problem(base, 3, micro_batches, 5)
-    passes = np.array(own.forward) + own.backward
-    whole = passes + own.weight
-    # The first backward is shorter: of its weight gradient, where that is computed apart.
-    less = np.minimum(own.credit, own.weight if own.split else own.backward)
-    way = sum(passes) - (0 if own.split else sum(less)) + sum(own.forward_wait) + sum(own.backward_wait)
-    lead = np.cumsum([0.0, *(np.array(own.forward) + own.forward_wait)])
-    busy = [
-        min(lead[part] for part in parts)
-        + sum(micro_batches * whole[part] - less[part] for part in parts)
-        + own.end[device]
-        for device, parts in enumerate(own.parts_of_device)
-    ]
-    assert own.bound() == pytest.approx(max(way, *busy), rel=1e-12)
 
 
 def test_the_fastest_few_plans_of_each_base() -> None:

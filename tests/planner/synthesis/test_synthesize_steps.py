@@ -33,11 +33,22 @@ def plan(seconds: float, own: Proposal | None = None) -> ScoredPlan:
 
 
 @dataclass(frozen=True)
+class Program:
+    """Of thirty actions."""
+
+    actions: tuple[tuple[int, ...], ...] = ((1,) * 10,) * 3
+
+
+@dataclass(frozen=True)
 class Numbers:
     """Orders that fit a candidate."""
 
     fitting: frozenset[str] = frozenset()
     micro_batches: int = 4
+    program: Program = Program()
+
+    def step(self, order: str) -> float:
+        raise NotImplementedError
 
     def fits(self, lists: Any) -> bool:
         return lists in self.fitting
@@ -51,14 +62,6 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Program:
-    """Of thirty actions."""
-
-    actions: tuple[tuple[int, ...], ...] = ((1,) * 10,) * 3
-    devices: int = 3
-
-
-@dataclass(frozen=True)
 class Candidate:
     """In place of an `OrderCandidate`; orders are words."""
 
@@ -69,7 +72,6 @@ class Candidate:
     problem: Any = Numbers()
     proposal: Any = None
     recompute: Any = "modes"
-    program: Any = Program()
 
 
 def make_problem(
@@ -123,25 +125,25 @@ def test_the_fastest_candidates_are_improved(monkeypatch: Patch) -> None:
 
 
 class Filling:
-    """Candidates on searched cuts, on other shapes and the smallest, and which of them have orders."""
+    """Candidates on searched cuts, on other shapes, all cuts and the smallest, and which have orders."""
 
     def __init__(self, monkeypatch: Patch, *orders: str) -> None:
         self.filled, self.required, self.orders = list[str](), set[bool](), orders
         self.now = [0.0]
         self.problem = make_problem(seconds=9.0, now=self.now)
-        self.own = {"cuts": ["c1", "c2"], "shapes": ["s1", "s2", "s3"], "least": ["l"], "few": []}
-        self.bounds = {"s1": 3.0, "s2": 1.0, "s3": 2.0}
-        monkeypatch.setattr(module, "_with_base", lambda *_: "cuts")
-        monkeypatch.setattr(module, "_shapes", lambda *_: "shapes")
-        monkeypatch.setattr(module, "_smallest_shape", lambda _: "least")
-        monkeypatch.setattr(module, "every_proposal", lambda *_: ["few"])
-        monkeypatch.setattr(module, "islice", lambda own, most: own[0] if most == 60 else None)
+        self.few = list[str]()
+        self.bounds = {"s1": 3.0, "s2": 1.0, "s3": 2.0, "l": 9.0}
+        monkeypatch.setattr(module, "_with_base", lambda *_: ["c1", "c2"])
+        monkeypatch.setattr(module, "_shapes", lambda *_: ["s1", "s2", "s3"])
+        monkeypatch.setattr(module, "_smallest_shape", lambda _: ["l"])
+        monkeypatch.setattr(module, "every_proposal", lambda *_: self.few)
+        monkeypatch.setattr(module, "islice", lambda own, most: own if most == 60 else None)
         monkeypatch.setattr(module, "_candidates", self.candidates)
         monkeypatch.setattr(module, "_fill", self.fill)
 
-    def candidates(self, _: Any, kind: Any, limit: float) -> Iterator[Candidate]:
+    def candidates(self, _: Any, names: Any, limit: float) -> Iterator[Candidate]:
         del limit
-        for name in self.own[kind] if kind else ():
+        for name in names:
             self.now[0] += 1.0
             yield Candidate(name, self.bounds.get(name, 0.0), proposal=name)
 
@@ -153,29 +155,18 @@ class Filling:
 
 
 def test_shapes_are_filled_by_their_bounds(monkeypatch: Patch) -> None:
+    """Behind the searched cuts, with all cuts where these are few."""
     own = Filling(monkeypatch, "c2", "s1", "s3")
+    own.few, own.bounds["f1"] = ["f1"], 2.5
     filled = steps._fill_all(own.problem, plan(5.0), [], 5.0)
     assert [each.name for each in filled] == ["c2", "s3", "s1"]
-    assert own.filled == ["c1", "c2", "s2", "s3", "s1"]
+    assert own.filled == ["c1", "c2", "s2", "s3", "f1", "s1"]
     assert own.required == {False}
 
 
-def test_all_cuts_are_filled_where_they_are_few(monkeypatch: Patch) -> None:
-    """Behind the shapes, by their bounds, each once and no more than of these."""
-    own = Filling(monkeypatch, "f1")
-    own.now[0], own.own["few"], own.bounds["f1"] = -9.0, ["f1", "s2", "f2", "c1"], 0.5
-    assert [each.name for each in steps._fill_all(own.problem, plan(5.0), [], 5.0)] == ["f1"]
-    assert own.filled == ["c1", "c2", "s2", "s3", "s1", "f2", "f1"]
-    monkeypatch.setattr(module, "MOST_SHAPES", 1)
-    again = Filling(monkeypatch)
-    again.own["few"] = ["f1", "f2"]
-    assert steps._fill_all(again.problem, plan(5.0), [], 5.0) == []
-    assert again.filled == ["c1", "c2", "s2", "f1"]
-
-
 def test_so_many_shapes_are_filled(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(module, "MOST_SHAPES", 1)
-    assert MOST_SHAPES > 1
+    monkeypatch.setattr(module, "MOST_SHAPES", 3)
+    assert MOST_SHAPES > 3
     own = Filling(monkeypatch)
     assert steps._fill_all(own.problem, plan(5.0), [], 5.0) == []
     assert own.filled == ["c1", "c2", "s2"]
@@ -196,7 +187,7 @@ def test_no_time_to_fill(monkeypatch: Patch) -> None:
     own = Filling(monkeypatch, "c2")
     own.now[0] = 8.0
     assert [each.name for each in steps._fill_all(own.problem, None, [], inf)] == ["c2"]
-    assert own.filled == ["c1", "s1", "c2"]
+    assert own.filled == ["c1", "c2"]
 
 
 def test_candidates_are_made_in_time() -> None:
@@ -300,13 +291,12 @@ class Orders:
     def __init__(self, monkeypatch: Patch, **steps: float) -> None:
         self.steps, self.tried = steps, list[str]()
         monkeypatch.setattr(module, "fill_orders", lambda _: ["slow", "fast"])
-        monkeypatch.setattr(module, "run_order", self.run)
+        monkeypatch.setattr(Numbers, "step", self.run)
         self.budget = SearchBudget()
 
-    def run(self, _: Any, order: str, *more: Any) -> Any:
-        del more
+    def run(self, order: str) -> float:
         self.tried.append(order)
-        return SimpleNamespace(step=self.steps[order]) if order in self.steps else None
+        return self.steps.get(order, inf)
 
     def candidate(self, *fitting: str, **more: Any) -> Any:
         return Candidate("x", problem=Numbers(frozenset(fitting)), **more)
