@@ -271,18 +271,10 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     if best is None:
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
     best = _to_searched_devices(problem, best)
-    step, own = best.step_seconds, problem.heuristic_schedules
-    name = best.config.schedule
+    step, name = best.step_seconds, best.config.schedule
     inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
-    bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
-    if universal:
-        from .universal_bound import universal_bound  # where the search's bound does not hold
-
-        bound = universal_bound(
-            problem, [name for name in problem.allowed_schedules if name not in own], step
-        )
-    if own:
-        bound = min(bound, _bound_others(problem, result, step))
+    universal = result.universal or not inside or not problem.families
+    bound = _bound_of_allowed(problem, result, step, universal=universal)
     if bound > step * (1 + TIE):
         raise DefectError(
             f"a plan of {step!r} s is below its bound of {bound!r} s: {best.config}, stages end at "
@@ -299,25 +291,27 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
 def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
     """What a search proved that found no plan that fits: its bound is of all plans that were allowed, those
     under schedules that it does not search, too; inf where it is proven that there is none."""
-    own, universal = problem.heuristic_schedules, result.universal or not problem.families
-    bound = result.bound_seconds
-    if universal:
-        from .universal_bound import universal_bound
-
-        bound = universal_bound(problem, [name for name in problem.allowed_schedules if name not in own])
-    if own:
-        bound = min(bound, _bound_others(problem, result, inf))
+    universal = result.universal or not problem.families
+    bound = _bound_of_allowed(problem, result, inf, universal=universal)
     return replace(result, best=None, bound_seconds=bound, exact=bound == inf, universal=universal)
 
 
-def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
-    """On the plans of other schedules than the searched ones; where an order may be made for a plan, on all
-    that may be."""
-    from .universal_bound import universal_bound
+def _bound_of_allowed(problem: Problem, result: SearchResult, step: float, *, universal: bool) -> float:
+    """Bound on the plans of all allowed schedules: that of the search, the universal one where the search's
+    does not hold; and of orders that may be made for a plan."""
+    bound, others = result.bound_seconds, problem.heuristic_schedules
+    if not (universal or others):
+        return bound
+    from .universal_bound import universal_bound  # most problems do not need it
 
+    if universal:
+        searched = [name for name in problem.allowed_schedules if name not in others]
+        bound = universal_bound(problem, searched, step)
+    if not others:
+        return bound
     if result.other_bound is None or problem.makes_orders:
-        return universal_bound(problem, problem.heuristic_schedules, step)
-    return result.other_bound
+        return min(bound, universal_bound(problem, others, step))
+    return min(bound, result.other_bound)
 
 
 def run_search(problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None) -> SearchResult:

@@ -50,7 +50,6 @@ def search_other_schedules(
     """
     near = [seed for seed in seeds if seed.config.schedule in schedules]
     for proposals in (
-        _propose_shape(problem, schedules, best),
         propose_other_schedules(problem, schedules, best),
         propose_parts(problem, schedules),
     ):
@@ -79,18 +78,6 @@ def propose_other_schedules(
         )
         shapes = (*(() if best is None else (best.proposal,)), *simple)
         yield from filter(problem.allows, (replace(shape, config=config) for shape in shapes))
-
-
-def _propose_shape(
-    problem: Problem, schedules: Collection[str], best: ScoredPlan | None
-) -> Iterator[Proposal]:
-    """Propose the stages and micro-batches of the best plan under schedules with one stage a device."""
-    if best is None:
-        return
-    for config in problem.configs:
-        is_linear = find_schedule(config.schedule).default_virtual_stages == 1
-        if is_linear and config.schedule in schedules and config.micro_batches == best.config.micro_batches:
-            yield replace(best.proposal, config=config)
 
 
 def propose_parts(

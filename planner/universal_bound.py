@@ -120,13 +120,6 @@ def work_bound(problem: Problem) -> float:
     return min((plan_set.ideal_seconds for plan_set in _plan_sets(problem, UNKNOWN)), default=inf)
 
 
-def work_and_path_bound(
-    problem: Problem, config: PipelineConfig, ranks: Sequence[int], counts: tuple[int, ...]
-) -> float:
-    """Bound the plans of a configuration with these numbers of replicas on these devices."""
-    return PlanSet(problem.space, config.schedule, config, ranks, counts).simple
-
-
 def _bisect(partitions: Partitions, low: float, high: float) -> float:
     """Find about the longest step that is too short for all partitions."""
     for _ in range(HALVINGS):

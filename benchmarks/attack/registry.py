@@ -35,7 +35,7 @@ BOUNDS: dict[str, str] = {
     "explanation/rivals.py:_without_cut": EXPLAINED,
     "explanation/explanation.py:_solve_what_if": EXPLAINED,
     "joint_search.py:find_best_plan": STEP,
-    "joint_search.py:_bound_others": STEP,
+    "joint_search.py:_bound_of_allowed": STEP,
     "joint_search.py:joint_search": STEP,
     "joint_search.py:with_bound": STEP,
     "coverage.py:is_searched": STEP,
@@ -94,7 +94,6 @@ BOUNDS: dict[str, str] = {
     "build_plan.py:_prediction": STEP,
     "universal_bound.py:universal_bound": STEP,
     "universal_bound.py:work_bound": AIM,
-    "universal_bound.py:work_and_path_bound": STEP,
 }
 """By name, the checks that hold it against all plans."""
 
@@ -118,7 +117,6 @@ cuts, which the attack's problems meet as well."""
 NOT_BOUNDS: dict[str, str] = {
     "infeasible.py:no_plan_fits": "bytes, not seconds",
     "joint_search.py:_faster_of": "a choice of answers, which with_bound bounds",
-    "cut_search/part_tables.py:_least_bytes": "bytes, not seconds",
     "cut_search/shape_search.py:ShapeSearch._extend": "a part of search_schedules",
     "cut_search/shape_search.py:ShapeSearch._finish": "a part of search_schedules",
     "cut_search/shape_search.py:ShapeSearch._least": "seconds that a bound is made of",
@@ -130,7 +128,6 @@ NOT_BOUNDS: dict[str, str] = {
     "search/bound.py:best_prices": "prices, with any of which the bound holds",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
-    "cut_search/schedule_search.py:_ScheduleSearch._simple_bound": "a part of search_schedules",
     "candidate.py:Proposal.bounds": "first and last layers of stages",
     "degrees/degree_search.py:_best_division": "the plan of some divisions",
     "degrees/division_bound.py:_DivisionProgramme.bounds": "a part of least_division, attacked with it",

@@ -1,4 +1,4 @@
-"""Seconds and memory of every part of the layers on its place in a program.
+"""Seconds of every part of the layers on its place in a program.
 
 A part lies between two cut points, as a stage of `StageTable` does. Its seconds are those on the devices that
 it is given. For a bound on plans on any devices they are the least that any kind of device and link allow.
@@ -7,16 +7,14 @@ it is given. For a bound on plans on any devices they are the least that any kin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.collectives import all_reduce_seconds
-from ...cost_models.memory import Training, total, with_reserve
 from ...cost_models.program import Program, StageSlot
 from ...cost_models.schedules import find_schedule
 from ...cost_models.step_costs import Costs, Hosts
@@ -26,7 +24,7 @@ from ..replica_exchange import ReplicaExchange, stage_figure
 from ..search.least_collectives import fastest_transfer
 from ..search.least_exchange import LeastExchanges
 from ..search.space import Space, divide_batch
-from ..stage_table import Floats, StageTable, ledger_options
+from ..stage_table import Floats
 
 Ranks = tuple[int, ...]
 Mask = npt.NDArray[np.bool_]
@@ -64,7 +62,8 @@ class PartTables:
     """Seconds of a micro-batch by figure (`SECONDS`) and slot of the program, (n + 1, n + 1) each.
 
     `occupancy` (parts - 1, n + 1) and `latency` (parts - 1,) are those of the transfer after each part.
-    `usable` (parts, n + 1, n + 1) marks where a part may lie. Memory excludes only what has no room alone.
+    `usable` (parts, n + 1, n + 1) marks where a part may lie. Parts recompute where all stages do; scoring a
+    plan decides which others have to, for want of memory.
     """
 
     program: Program
@@ -120,16 +119,8 @@ def make_part_tables(
         if key not in figures_by_kind:
             figures_by_kind[key] = _figures(space, ranks, kinds, size, program.splits_backward, anywhere)
         holders = {rank for pipe in program.pipes for rank in shape.ranks[pipe[part].device]}
-        table = space.table(size)
-        limit = max(space.kinds_limit([kind]) for kind in kinds) if anywhere else space.limit(ranks)
-        never, always = (
-            _least_bytes(space, program, slot, table, kinds, len(holders), mode) <= limit * (1 + 1e-12)
-            for mode in ("never", "always")
-        )
-        without = never & (recompute in ("never", "by_stage"))
-        usable[part] &= without | (always & (recompute != "never"))
+        table, again = space.table(size), recompute not in ("never", "by_stage")
         usable[part, cut_from, cut_to] &= space.may_be(part, cut_from, cut_to)
-        again = ~without
         figures = figures_by_kind[key] | {
             "forward_launch": table.forward_launch,
             "backward": figures_by_kind[key]["backward"] + again * figures_by_kind[key]["forward"],
@@ -183,68 +174,3 @@ def _transfers(space: Space, shape: PipelineShape, anywhere: bool) -> tuple[Floa
             latency[cut], pace = space.pace(shape.ranks[here.device], shape.ranks[there.device])
             occupancy[cut] = np.maximum(*crossing) * pace
     return occupancy, latency
-
-
-def _least_bytes(
-    space: Space,
-    program: Program,
-    slot: StageSlot,
-    table: StageTable,
-    kinds: Sequence[Device],
-    holders: int,
-    recompute: str,
-) -> Floats:
-    """Lower bound on the bytes of a device that holds each part.
-
-    Its other parts count with the states of the smallest one that may be. Left out is what the optimizer's
-    step and, with ZeRO, exchanges between replicas need.
-    """
-    splits, part = program.splits_backward, program.parts_by_slot[slot]
-    count = 0 if splits else program.micro_batches
-    stage = space.with_buffers(replace(table.stage_bytes, gathered=None), count)
-    training = Training(space.optimizer, space.number_bytes, holders, space.zero)
-    whole = stage.saved + stage.saved_input
-    waits, begun = (whole, 0.0 * whole) if recompute == "never" else (stage.input + 0.0 * whole, whole)
-    if splits:
-        shares = sum(map(program.share, range(program.micro_batches)))
-        waits, begun = waits + stage.output, begun + stage.pending - stage.released
-        communication = shares * (2 * stage.received + stage.sent)
-    else:
-        pipe, alone = program.pipes[0], len(program.pipes) == 1
-        received = alone and part > 0 and pipe[part - 1].device != slot.device
-        sent = alone and part + 1 < len(pipe) and pipe[part + 1].device != slot.device
-        communication = received * stage.received + sent * stage.sent
-    if not space.zero:
-        communication = communication + training.exchange_bytes(stage)
-    terms = {
-        **training.states(stage),
-        "activations": np.maximum.reduce(
-            [np.asarray(a * waits + b * begun) for a, b in _levels(program)[slot]]
-        ),
-        "communication": communication,
-        "workspace": stage.workspace if recompute == "never" else 0.0 * whole,
-        "parts": (program.chunks - 1) * total(training.states(stage))[space.usable].min(initial=inf),
-    }
-    context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
-    return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)
-
-
-def _levels(program: Program) -> dict[StageSlot, set[tuple[float, float]]]:
-    """Micro-batches that a slot holds during its actions: those in flight, and those whose B has begun."""
-    if "levels" not in program.derived:
-        levels: dict[StageSlot, set[tuple[float, float]]] = {slot: set() for slot in program.parts_by_slot}
-        for device, actions in enumerate(program.actions):
-            split = {action[1:] for action in actions if action.kind == "W"}
-            level = dict.fromkeys(levels, (0.0, 0.0))
-            for action in actions:
-                share, slot = program.share(action.micro_batch), StageSlot(device, action.chunk)
-                flying, begun = level[slot]
-                starts = action.kind == "B" and (action[1:] in split or not program.splits_backward)
-                flying, begun = flying + share * (action.kind == "F"), begun + share * starts
-                levels[slot].add((flying, begun))
-                if action.kind == "W" or (action.kind == "B" and action[1:] not in split):
-                    flying, begun = flying - share, begun - share * (action.kind == "W" or starts)
-                level[slot] = flying, begun
-        program.derived["levels"] = levels
-    result: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
-    return result

@@ -21,13 +21,12 @@ from ...cost_models.errors import UsageError
 from ...cost_models.program import Program
 from ...cost_models.schedules import find_schedule
 from ..candidate import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig, ScoredPlan
-from ..plan_file import TIE
 from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
 from ..search.device_classes import Shape, is_uniform
 from ..search.least_exchange import LeastExchanges
 from ..smallest_plan import least_on_stages, list_rooms
-from ..universal_bound import universal_bound, work_and_path_bound
+from ..universal_bound import universal_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
 from .shape_search import Record, ShapeSearch, search_shapes
@@ -94,12 +93,11 @@ class _ScheduleSearch:
         most = min(problem.usable_gpus, problem.space.chain.max_stages)
         reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
-        self.bounds: dict[object, float] = {}
 
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """Search the shapes of the plans `near`, and then all."""
         record = self.record
-        nearest = [ShapeSearch(record, shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
+        nearest = [ShapeSearch(record, shape, self.low) for shape in self._shapes_near(near)]
         for search in nearest:
             if not record.budget.spent:
                 search.begin()
@@ -114,15 +112,13 @@ class _ScheduleSearch:
         return ScheduleResult(record.best, max(self.low, proven), tuple(plans))
 
     def _shapes(self, skip: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
-        """List the shapes that may be faster than the best plan, without those to skip."""
+        """List the shapes, without those to skip."""
         count, record = 0, self.record
         for shape in self._all_shapes():
             if record.budget.over:
                 self.is_complete = False
                 return
-            bound = self._simple_bound(shape)
-            is_near = (shape.config, shape.ranks) in skip and not shape.stands_for_all
-            if is_near or bound >= record.limit * (1 - TIE):
+            if (shape.config, shape.ranks) in skip and not shape.stands_for_all:
                 continue
             if count >= MOST_SHAPES or record.budget.spent:
                 if shape.stands_for_all or self._lists_every_choice:  # the proof needs it
@@ -131,7 +127,7 @@ class _ScheduleSearch:
                 continue
             count += 1
             record.budget.spend(100_000)
-            yield ShapeSearch(record, shape, bound)
+            yield ShapeSearch(record, shape, self.low)
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
         """Shapes of plans with searched schedules, on their devices and on the best choices."""
@@ -147,17 +143,6 @@ class _ScheduleSearch:
                 further = choices if len(self.problem.topology.kinds) > 1 else ()
                 for devices in dict.fromkeys((planned, *further)):
                     yield PipelineShape(config, program, devices)
-
-    def _simple_bound(self, shape: PipelineShape) -> float:
-        config, counts = shape.config, tuple(sorted({len(devices) for devices in shape.ranks}))
-        ranks = [rank for devices in shape.ranks for rank in devices]
-        if shape.stands_for_all:
-            ranks = list(range(self.problem.usable_gpus))
-        kinds = self.problem.topology.count_kinds(ranks)
-        key = config, counts, frozenset(kinds.items())
-        if key not in self.bounds:
-            self.bounds[key] = work_and_path_bound(self.problem, config, ranks, counts)
-        return self.bounds[key]
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
         """Every pipeline with its first choice of devices, and then with the others."""

@@ -47,14 +47,13 @@ def noted(log: list[Any], entry: Any, answer: Any) -> Any:
 
 
 class Searches:
-    """What each search of the step is asked, and answers: `own` of the searched schedules, `same` with the
-    stages of the best plan, `shapes` and `parts` by rule, `cut` with cuts of their own."""
+    """What each search of the step is asked, and answers: `own` of the searched schedules, `shapes`
+    and `parts` by rule, `cut` with cuts of their own."""
 
     def __init__(self, monkeypatch: Patch, **answers: float | None) -> None:
         self.answers, self.asked = answers, dict[str, Any]()
         self.result: Any = None
         monkeypatch.setattr(joint_search, "run_search", self.run)
-        monkeypatch.setattr(other_schedules, "_propose_shape", lambda *own: ("same", own))
         monkeypatch.setattr(other_schedules, "propose_other_schedules", lambda *own: ("shapes", own))
         monkeypatch.setattr(other_schedules, "propose_parts", lambda *own: ("parts", own))
         monkeypatch.setattr(other_schedules, "fastest", self.fastest)
@@ -92,18 +91,17 @@ def test_what_the_search_of_cuts_starts_from(make_problem: MakeProblem, monkeypa
     assert searches.answer(problem, seeds) == 5.0
     asked, names = searches.asked, problem.heuristic_schedules
     assert asked["own"] == seeds
-    assert asked["same"] == ((names, plan(5.5)), FAR * 5.5)
     assert asked["shapes"] == ((names, plan(5.5)), FAR * 5.5)
     assert asked["parts"] == ((names,), FAR * 5.2)
     assert asked["cut"] == (names, 5.2, [5.2, 5.4, 8.0, 9.0][:MOST_NEAR])
     assert (searches.result.other_bound, searches.result.other_plans) == (0.5, ("more",))
 
 
-@pytest.mark.parametrize("name", ["own", "same", "shapes", "parts", "cut", None])
+@pytest.mark.parametrize("name", ["own", "shapes", "parts", "cut", None])
 def test_the_fastest_of_all_is_the_answer(
     name: str | None, make_problem: MakeProblem, monkeypatch: Patch
 ) -> None:
-    every = dict.fromkeys(("own", "same", "shapes", "parts", "cut"), 4.0)
+    every = dict.fromkeys(("own", "shapes", "parts", "cut"), 4.0)
     searches = Searches(monkeypatch, **{**every, **({name: 3.0} if name else {})})
     assert searches.answer(make_problem(schedule="any"), [plan(5.0 if name else 2.0)]) == (
         3.0 if name else 2.0
@@ -112,7 +110,7 @@ def test_the_fastest_of_all_is_the_answer(
 
 def test_only_one_is_there(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     problem = make_problem(schedule="any")
-    for name in ("own", "same", "shapes", "parts", "cut"):
+    for name in ("own", "shapes", "parts", "cut"):
         assert Searches(monkeypatch, **{name: 4.0}).answer(problem, []) == 4.0
     assert Searches(monkeypatch).answer(problem, []) is None
     assert Searches(monkeypatch).answer(problem, [plan(4.0)]) == 4.0
