@@ -82,6 +82,8 @@ class _Exchanges:
     end; `rank` in `clock`, which lists the actions by their start. `level`: by place, bytes held after it.
     """
 
+    device: list[int]
+
     def __init__(self, problem: OrderProblem, lists: Lists, random: Random) -> None:
         self.random, self.steps = random, [step for row in lists for step in row]
         order = resolve_order(problem.arrange(lists))
@@ -100,7 +102,7 @@ class _Exchanges:
         columns = (order.device[by_device], kind * problem.parts + part, needs, sender, receiver[:-1])
         self.device, self.code, self.needs, self.sender, self.receiver = (own.tolist() for own in columns)
         self.wait = np.where(sender == NONE, 0.0, arrives[sender]).tolist()
-        self.seconds = values.duration[by_device].tolist()
+        self.seconds: list[float] = values.duration[by_device].tolist()
         bytes = [problem.bytes[kind][part] for kind, part in self.steps]
         self.begins, self.ends, self.workspace = map(list, zip(*bytes, strict=True))
         self.room, self.device_end = [room * ROUNDING for room in problem.room], problem.end

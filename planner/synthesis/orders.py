@@ -35,7 +35,7 @@ Step = tuple[int, int]
 """Kind and part of an action; its micro-batch is the next one of that kind and part."""
 Lists = tuple[tuple[Step, ...], ...]
 """An order: the steps of each device."""
-Bytes = Sequence[tuple[float, float, float]]
+Bytes = Sequence[Sequence[float]]
 """By part, bytes of an action: that the device holds more from its beginning on; from its end on, in
 addition; and its workspace, which it needs while it runs."""
 ROUNDING = 1 + 1e-12
@@ -285,9 +285,10 @@ class _Filler:
             return (B, backward), now
         coming = min([at for at, _ in backwards] + [at for at, _ in forwards if is_few], default=inf)
         weight = next((part for part in parts if self.done[W][part] < self.done[B][part]), None)
-        is_due = weight is not None and coming - now >= rule.share * problem.duration(W, weight, 1)
-        if is_due and W in problem.kinds:
-            return (W, weight), now
+        if weight is not None and W in problem.kinds:
+            patience = rule.share * problem.duration(W, weight, 1)
+            if coming - now >= patience:
+                return (W, weight), now
         if coming == inf and forward is not None:
             return (F, forward), now
         return None, coming

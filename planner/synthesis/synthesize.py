@@ -102,7 +102,7 @@ def _room(problem: Problem, assembly: Assembly, device: int) -> float:
     return limit / (1 + FRAGMENTATION_RESERVE) - lasting
 
 
-def _bytes_of_actions(assembly: Assembly) -> list[list[tuple[float, float, float]]]:
+def _bytes_of_actions(assembly: Assembly) -> list[list[list[float]]]:
     """The bytes of an `OrderProblem`."""
     program, table = assembly.program, np.zeros((3, assembly.program.slots, 3))
     for device, mode in enumerate(assembly.recompute):

@@ -13,9 +13,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from pplan.cost_models.program_order import NONE
 from pplan.cost_models.timeline import simulate
 from pplan.planner.synthesis import exchanges as module
-from pplan.planner.synthesis.exchanges import NONE, _Exchanges, improve_order
+from pplan.planner.synthesis.exchanges import _Exchanges, improve_order
 from pplan.planner.synthesis.orders import Lists, OrderProblem, fill_orders
 
 from .test_fill_orders import random_problem
