@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import Layer
-from pplan.profiler.passes.backward_parts import run_parts
-from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.timing import OutputGradients
-from pplan.profiler.torch_internals import backward_parts
+from pplan.profiler.clocks import CpuClock
+from pplan.profiler.layers import Layer
+from pplan.profiler.passes import OutputGradients
+from pplan.profiler.timed_passes import run_parts
+from pplan.profiler.torch_private import backward_parts
 
 
 class ThreadClock(CpuClock):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import reductions
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from pplan.profiler.torch_internals import TorchDispatchMode, storage_key, tree_leaves
+from pplan.profiler.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 _weak: Any = reductions.StorageWeakRef
 Context = Callable[[], AbstractContextManager[Any]]

@@ -15,7 +15,7 @@ from torch import nn
 
 from pplan.cost_models.errors import PplanError
 from pplan.profiler.models import from_module, load_model
-from pplan.profiler.user_model.loaded_model import LoadedModel
+from pplan.profiler.user_model import LoadedModel
 
 TEXT = """
     albert apertus arcee bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet

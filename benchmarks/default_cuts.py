@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pplan
-from pplan.profiler.chain.layers import LayerChain, build_chain
+from pplan.profiler.layers import LayerChain, build_chain
 from pplan.profiler.models import load_model
 
 MARKS = "<!-- made by benchmarks/default_cuts.py -->", "<!-- end of default cuts -->"

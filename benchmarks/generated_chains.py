@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import pplan
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
+from pplan.profiler.profile_file import LayerMeasurement, Profile, ProfiledLayer
 
 SIZES = (1, 2, 4, 8, 16)
 BLOCKS = "".join(f"layers.{number},4.0,8.0,8388608,234881024,201408512\n" for number in range(6))

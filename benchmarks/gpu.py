@@ -30,15 +30,14 @@ from torch import Tensor, nn
 import pplan
 from pplan.cost_models.machines import match_device
 from pplan.planner.plan_file import Plan, PlannedStage
-from pplan.profiler.analytic import parse_analytic_device
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.estimate import parse_analytic_device
+from pplan.profiler.layers import as_sequential, build_chain
+from pplan.profiler.losses import Loss, load_loss
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sequential import as_sequential
-from pplan.profiler.torch_internals import sleep_on_gpu, tree_leaves, tree_map_only
-from pplan.profiler.user_model.loaded_model import LoadedModel
-from pplan.profiler.user_model.losses import Loss, load_loss
+from pplan.profiler.torch_private import sleep_on_gpu, tree_leaves, tree_map_only
+from pplan.profiler.user_model import LoadedModel
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 

@@ -1,7 +1,7 @@
 """The shares of a GPU's limits that layers reach: python benchmarks/gpu_curves.py FOLDER [--gpu h100]
 
 Reads the profiles that `python benchmarks/gpu.py --profiles FOLDER` keeps, fits the two curves of an estimate
-(profiler/efficiency.py) to the layers of four of the models, at all sizes, and prints the seconds of the
+(profiler/estimate.py) to the layers of four of the models, at all sizes, and prints the seconds of the
 other models, estimated over measured, with the default curves and with the fitted ones.
 """
 
@@ -18,11 +18,18 @@ from gpu import CASES, profile_file
 from measured_models import built
 
 from pplan.profiler import measure
-from pplan.profiler.analytic import AnalyticTarget, measured_works, parse_analytic_device
-from pplan.profiler.efficiency import Curves, OperationWork, Vector, fit_efficiency
-from pplan.profiler.equal_layers import EqualLayers
+from pplan.profiler.estimate import (
+    AnalyticTarget,
+    Curves,
+    OperationWork,
+    Vector,
+    fit_efficiency,
+    measured_works,
+    parse_analytic_device,
+)
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
+from pplan.profiler.structure import EqualLayers
 
 FITTED = ("vgg19", "resnet50 bf16", "transformer", "hf:gpt2")
 Works = tuple[list[OperationWork], Vector]

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from measured_models import built
 
+from pplan.profiler.clocks import CpuClock
 from pplan.profiler.measure import profile_model
-from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pplan.profiler.models import load_model
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.user_model import LoadedModel, ModelInput
 
 MODELS = ("vgg19", "resnet50", "vit_b_16", "densenet121", "transformer")
 

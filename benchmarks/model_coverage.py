@@ -34,12 +34,10 @@ import torchvision
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.comparison import model_check
-from pplan.profiler.comparison.model_check import Comparison
-from pplan.profiler.sequential import as_sequential
-from pplan.profiler.user_model.flat_output import flat
-from pplan.profiler.user_model.seeding import repeatable_seeds
+from pplan.profiler import comparison
+from pplan.profiler.comparison import Comparison
+from pplan.profiler.layers import as_sequential, build_chain
+from pplan.profiler.user_model import flat, repeatable_seeds
 
 MARKS = "<!-- made by benchmarks/model_coverage.py -->", "<!-- end -->"
 VALUE_MARKS = "<!-- made by benchmarks/model_coverage.py --values -->", "<!-- end of values -->"
@@ -186,7 +184,7 @@ def report(name: str, pipe: Any) -> None:
     """In the process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    model_check.SECONDS = model_check.LONGEST_SECONDS = 60
+    comparison.SECONDS = comparison.LONGEST_SECONDS = 60
     try:
         made = compared(name)
     except pplan.PplanError as error:

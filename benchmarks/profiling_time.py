@@ -19,14 +19,14 @@ from unittest.mock import patch
 import torch
 
 import pplan
-from pplan.profiler import size_passes
+from pplan.profiler import size_run
+from pplan.profiler.clocks import Clock, CpuClock, CudaClock
 from pplan.profiler.local_machine import parse_device
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
-from pplan.profiler.passes.clocks import Clock, CpuClock, CudaClock
-from pplan.profiler.passes.timing import OutputGradients, run_whole
+from pplan.profiler.passes import OutputGradients, run_whole
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.user_model import LoadedModel, ModelInput
 
 PASSES = ("run_layers", "run_whole", "run_parts")
 
@@ -62,9 +62,7 @@ def profile_seconds(
     begun = perf_counter()
     with ExitStack() as stack:
         for name in PASSES:
-            stack.enter_context(
-                patch.object(size_passes, name, partial(counting, getattr(size_passes, name)))
-            )
+            stack.enter_context(patch.object(size_run, name, partial(counting, getattr(size_run, name))))
         profile_model(loaded, ProfileOptions(device=str(device), micro_batch_sizes=sizes), rounds=rounds)
     return perf_counter() - begun, steps
 

@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pplan
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_records import LayerMeasurement
+from pplan.profiler.profile_file import LayerMeasurement, Profile
 
 STEPS = 25 * 391
 GPUS = (2, 4, 6, 8)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..profiler.importing.import_options import ProfileImportOptions
+from ..profiler.profile_options import ProfileImportOptions
 from .output import AsJson, Force, Output
 from .streams import console
 

@@ -17,8 +17,7 @@ from ..cost_models.quantities import (
     percent,
     three_digits,
 )
-from ..profiler.profile_file import Profile
-from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, ProfiledLayer, WholeMeasurement
+from ..profiler.profile_file import LayerMeasurement, MeasuredLoss, Profile, ProfiledLayer, WholeMeasurement
 from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10

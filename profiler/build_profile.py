@@ -11,15 +11,15 @@ from torch import nn
 from ..cost_models.errors import MachineError
 from ..cost_models.layer import parts_warning
 from ..cost_models.memory import FRAGMENTATION_RESERVE
-from .chain.layers import LayerChain
+from .layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
-from .profile_file import Profile
-from .profile_records import (
+from .profile_file import (
     InputTensor,
     LayerMeasurement,
     MeasuredLoss,
     OutputTensor,
+    Profile,
     ProfiledLayer,
     ReadOnlyBuffer,
     Tied,
@@ -27,7 +27,7 @@ from .profile_records import (
     WholeMeasurement,
 )
 from .profile_warnings import closing_warning
-from .size_result import SizeResult
+from .size_run import SizeResult
 
 _WORTH_A_NOTE = 0.05
 """Share by which the first backward of a step may differ from the others without a word."""

@@ -1,10 +1,4 @@
-"""The journal of a profile that is being measured: every pass is written to a file as soon as it is done.
-
-One JSON object a line: first the key of what is measured, then, of each size, its bytes once and its passes
-as they come. Each line is handed to the operating system at once, where it outlives the process, and to the
-disk about once a second. A pass is the smallest thing that is timed: one that is killed leaves no line, and
-no other pass is lost. A line that is torn, and all behind it, is not read.
-"""
+"""The journal of a profile that is being measured: every pass is written to a file as soon as it is done."""
 
 from __future__ import annotations
 
@@ -22,11 +16,9 @@ import numpy as np
 from filelock import FileLock
 from pydantic import TypeAdapter
 
-from .memory.workspace import LossWorkspace, StepMemory
-from .passes.backward_parts import PartTimes
-from .passes.layer_stamps import LayerTimes, LossTimes
-from .passes.timed_passes import TimedPasses
-from .passes.timing import WholeTimes
+from .memory import LossWorkspace, StepMemory
+from .passes import LayerTimes, LossTimes, WholeTimes
+from .timed_passes import PartTimes, TimedPasses
 
 _SYNC_SECONDS = 1.0
 _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)

@@ -1,5 +1,4 @@
-"""Seconds of a transformer's kernels on the device at hand: products and attention of the shapes that one
-device computes, for a table of kernels."""
+"""Seconds of a transformer's kernels on the device at hand, for a table of kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.machines import ROOFLINES, device_preset
 from ..cost_models.transformer.block_kernels import block_work, embedding_work, head_work
-from ..cost_models.transformer.kernel_table import (
-    AttentionKernel,
-    GroupedMatmul,
-    Matmul,
-    Product,
-)
+from ..cost_models.transformer.kernel_table import AttentionKernel, GroupedMatmul, Matmul, Product
 from ..cost_models.transformer.kernel_table_file import write_kernel_table
 from ..cost_models.transformer.layer_work import Tokens
 from ..cost_models.transformer.parallel_degrees import ParallelDegrees

@@ -1,12 +1,4 @@
-"""Measures the links between the devices of the processes that torchrun started.
-
-Two clocks on two machines do not agree, so that one clock times a transfer and the answer to it, an answer
-of four bytes; what half a round trip of four bytes takes is the answer's part. All others wait meanwhile, and
-the transfers of one pair do not meet those of another.
-
-What the processes agree upon goes through gloo, which notices a process that is gone, and is measured through
-NCCL where every process has a CUDA device of its own.
-"""
+"""Measures the links between the devices of the processes that torchrun started."""
 
 from __future__ import annotations
 

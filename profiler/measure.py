@@ -15,28 +15,23 @@ from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
-from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
-from .equal_layers import all_different, find_equal_layers
-from .graphs.tracing_patches import experts_on_meta
+from .cache import ProfileCache, Request
+from .clocks import Clock, clock_for
+from .estimate import AnalyticTarget, estimate
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .models import from_module
-from .passes.clocks import Clock, clock_for
-from .passes.modes import Modes
-from .profile_cache import ProfileCache, Request
-from .profile_file import Interrupted, Profile
+from .modes import Modes
+from .profile_file import Interrupted, Profile, Unmeasured
 from .profile_options import ProfileOptions
-from .profile_records import Unmeasured
-from .segmented_sweep import SegmentedSweep
-from .size_passes import release
-from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
-from .structure import SIZES, as_on_the_cpu, count_structure
-from .user_model.failures import DoesNotFit
-from .user_model.loaded_model import LoadedModel
-from .user_model.seeding import fixed_seed
-from .whole_sweep import WholeSweep
+from .segments import SegmentedSweep
+from .size_run import release
+from .size_sweep import Progress, SizeSweep, WholeSweep, check_micro_batch_sizes, host_note
+from .structure import SIZES, all_different, as_on_the_cpu, count_structure, find_equal_layers
+from .trial import experts_on_meta
+from .user_model import DoesNotFit, LoadedModel, fixed_seed
 
 _VERIFYING = 0.2
 """Of the budget, what comparing layers and model may take, but for a first pass of both."""

@@ -13,26 +13,28 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError
-from .chain.block_rows import shorten
-from .chain.layers import LayerChain, build_chain
-from .comparison.model_check import left_alone
-from .graphs.frontends import refuse_hooks
-from .graphs.output_shapes import KEEP_BATCH, ShapeDependsOnBatch
+from .clocks import Clock
+from .comparison import left_alone
+from .flow import KEEP_BATCH, ShapeDependsOnBatch
+from .layer_sequential import storage_aliases
+from .layers import LayerChain, build_chain
 from .local_machine import DTYPES, parse_dtype
-from .passes.clocks import Clock
-from .passes.modes import Modes
-from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
-from .user_model.loaded_model import (
+from .losses import Loss, load_loss
+from .modes import Modes
+from .repeated_layers import shorten
+from .tracing import refuse_hooks
+from .user_model import (
+    DoesNotFit,
     LoadedModel,
     ModelInput,
     copy_model,
     copy_to_host,
     copy_to_meta,
+    is_out_of_memory,
     own_dtype,
+    refusal,
     refuse_unusable,
 )
-from .user_model.losses import Loss, load_loss
-from .user_model.shared_parameters import storage_aliases
 
 
 @dataclass(frozen=True)

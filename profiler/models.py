@@ -2,22 +2,308 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from time import perf_counter
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
-from .chain.layer_sequential import model_name
-from .loading.factories import call_factory
-from .named_model import may_name, quote_name
-from .user_model.failures import at_user_line, first_line
-from .user_model.loaded_model import LoadedModel, ModelInput, describe_type
-from .user_model.losses import import_function
-from .user_model.seeding import check_seed, fixed_seed, noise
+from .layer_sequential import model_name
+from .losses import import_function
+from .names import may_name, quote_name, unknown_name
+from .user_model import (
+    LoadedModel,
+    ModelInput,
+    at_user_line,
+    check_seed,
+    describe_type,
+    first_line,
+    fixed_seed,
+    is_out_of_memory,
+    noise,
+)
+
+# `package.module:factory`: the module is imported, the factory found and called; and what goes wrong.
+
+_MOST_NAMES = 5
+"""Callables of a module that an error names."""
+
+
+def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any:
+    """What the factory `name` returns for the keywords `settings`, or the object itself where it is a module.
+
+    A factory returns the model and an example input, as `ModelInput.of` takes it. The example's batch is best
+    a number that no other dimension 0 of its tensors has: a tensor that all samples share and that is as long
+    as the batch would be taken for samples, and repeated with them.
+
+    The working directory is put on the import path, as `python -m` does. Raises ModelError, and UsageError
+    where the factory does not take a keyword, or an nn.Module is given any.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(
+            f"model {name!r}: a module and a factory are needed around the colon",
+            "Name it as package.module:factory.",
+        )
+    if _is_path(module_name):
+        raise ModelError(
+            f"model {name!r}: {module_name} is a path, not the name of a module",
+            f"MODULE is an importable dotted name: {_dotted(module_name, attribute)}.",
+        )
+    target = _attribute(_imported(module_name, name), attribute, name)
+    if not isinstance(target, nn.Module):
+        return _called(target, name, settings or {})
+    if settings:
+        raise UsageError(
+            f"settings={dict(settings)!r}: {name} is a module already built, which takes no options",
+            f"Omit `settings`, or name a factory: a function that builds the {type(target).__name__}.",
+        )
+    return target
+
+
+def refuse_module(name: str) -> None:
+    """Raises ModelError where `name` is a module's, or a path: the factory was forgotten.
+
+    Nothing of the module itself is run.
+    """
+    if _is_path(name):
+        raise ModelError(
+            f"model {name!r}: this is a path, and no factory is named",
+            f"Name a module by its importable dotted name, and its factory: {_dotted(name, 'FACTORY')}.",
+        )
+    _look_here()
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return
+    if spec is None or spec.origin is None:
+        return
+    callables = _callables(Path(spec.origin))
+    has = f" It has {', '.join(callables[:_MOST_NAMES])}{', ...' if len(callables) > _MOST_NAMES else ''}."
+    raise ModelError(
+        f"model {name!r}: this is a module ({spec.origin}), and no factory is named",
+        f"Name the factory too, as in {name}:{callables[0] if callables else 'FACTORY'}."
+        + (has if callables else ""),
+    )
+
+
+def _is_path(module_name: str) -> bool:
+    return (
+        any(mark in module_name for mark in "/\\")
+        or module_name.startswith(".")
+        or (module_name.endswith(".py") and Path(module_name).is_file())
+    )
+
+
+def _dotted(path: str, attribute: str) -> str:
+    """How the file is to be named, and where from, in words."""
+    file = Path(path.replace("\\", "/")).with_suffix("")
+    if file.is_absolute() or ".." in file.parts:
+        return f"{file.name}:{attribute} (run pplan in the folder {file.parent})"
+    return f"{'.'.join(file.parts).lstrip('.')}:{attribute}"
+
+
+def _callables(source: Path) -> list[str]:
+    """The public functions and classes that a module's text defines."""
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    definitions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return [node.name for node in definitions if not node.name.startswith("_")]
+
+
+def _look_here() -> str:
+    """Puts the working directory on the import path, and returns it."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    return here
+
+
+def _imported(module_name: str, name: str) -> ModuleType:
+    here = _look_here()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelError(
+                f"model {name!r}: there is no module {error.name!r}",
+                f"Run pplan where {module_name.split('.')[0]} can be imported from; looked in {here} "
+                "and the installed packages.",
+            ) from None
+        raise _import_failure(module_name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _import_failure(module_name, error) from error
+
+
+def _import_failure(module_name: str, error: BaseException) -> ModelError:
+    return ModelError(
+        f"importing {module_name} failed: {first_line(error)}{at_user_line(error)}",
+        f'Mend it; python -c "import {module_name}" shows the same.',
+    )
+
+
+def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=3)
+            raise ModelError(
+                f"model {name!r}: {module.__name__} has no {attribute!r}",
+                f"Nearest: {', '.join(near)}." if near else f"Define {attribute} in {module.__file__}.",
+            )
+        target = getattr(target, part)
+    return target
+
+
+def _called(factory: Callable[..., Any] | Any, name: str, settings: Mapping[str, object]) -> Any:
+    if not callable(factory):
+        raise ModelError(
+            f"model {name!r} is {describe_type(factory)}, which cannot be called",
+            "Name a function that takes no arguments and returns an nn.Module.",
+        )
+    _refuse_unexpected(factory, name, settings)
+    try:
+        return factory(**settings)
+    except (Exception, SystemExit) as error:
+        how = f"with {_format_settings(settings)}" if settings else "without arguments"
+        raise ModelError(
+            f"{name} failed: {first_line(error)}{at_user_line(error)}",
+            f"Mend the factory; it is called {how}.",
+        ) from error
+
+
+def _refuse_unexpected(factory: Callable[..., Any], name: str, settings: Mapping[str, object]) -> None:
+    """Raises UsageError for the first setting that is no keyword of the factory."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    by_keyword = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for key in settings:
+        if key not in by_keyword:
+            near = difflib.get_close_matches(key, by_keyword, n=3)
+            hint = f"Nearest: {', '.join(near)}. " if near else ""
+            raise UsageError(
+                f"settings[{key!r}]: {name} takes no keyword {key!r}",
+                f"{hint}Its signature is {name.partition(':')[2]}{signature}.",
+            )
+
+
+def _format_settings(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in settings.items())
+
+
+# torchvision's models by name, with the input that each is trained on.
+
+_DEFAULT_SIDE = 224
+_FRAMES = 16
+"""Frames of a clip: what torchvision's video models were trained on."""
+
+
+def load_torchvision(
+    name: str,
+    classes: int | None,
+    shape: tuple[int, ...] | None,
+    seed: int,
+    *,
+    on_meta: bool = False,
+    known_only: bool = False,
+) -> LoadedModel:
+    """Random weights, drawn from `seed`; `shape` is that of one sample. `known_only`: no module is looked for
+    where there is no such model. Raises ModelError."""
+    import torchvision
+
+    names = torchvision.models.list_models()
+    if name.lower() not in names:
+        if not known_only:
+            refuse_module(name)
+        raise unknown_name(name, names)
+    name = name.lower()
+    builder = torchvision.models.get_model_builder(name)
+    if ".detection." in builder.__module__:
+        raise ModelError(
+            f"{name} is a detection model: how many boxes its later layers work on depends on the picture, "
+            "so it has no chain of layers of known cost",
+            "Profile its backbone: a factory that returns it, named package.module:factory.",
+        )
+    module = _build(name, builder, classes, seed, on_meta=on_meta)
+    shape = shape or _own_shape(name, module)
+    flow = ".optical_flow." in builder.__module__
+    example = (noise(shape, seed), noise(shape, seed + 1)) if flow else noise(shape, seed)
+    loss = "none" if flow else "cross-entropy"
+    return LoadedModel(module, name, ModelInput.of(example), classes=classes, loss=loss)
+
+
+def _build(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: bool) -> nn.Module:
+    import torchvision
+
+    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        # Without it the backbone's weights would be downloaded.
+        options["weights_backbone"] = None
+
+    def build() -> nn.Module:
+        model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
+        return model
+
+    with warnings.catch_warnings(), fixed_seed(seed):
+        # torchvision announces changes of its default initialisation: nothing a user can act on here.
+        warnings.simplefilter("ignore")
+        if on_meta:
+            # Some compute sizes with tensors while they are built, which have no values there.
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return build()
+        try:
+            return build()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"model {name!r}: torchvision could not build it: {first_line(error)}",
+                "Check `classes`, or name another model.",
+            ) from error
+
+
+def _own_shape(name: str, module: nn.Module) -> tuple[int, ...]:
+    """What the model's own evaluation transform crops to; video models take clips."""
+    import torchvision
+
+    side: Any = getattr(module, "image_size", None)
+    if side is None:
+        try:
+            side = torchvision.models.get_model_weights(name).DEFAULT.transforms.keywords["crop_size"]
+        except (AttributeError, KeyError, ValueError):
+            side = _DEFAULT_SIDE
+    height, width = (side, side) if isinstance(side, int) else (side[0], side[-1])
+    frames = (_FRAMES,) if ".video." in type(module).__module__ else ()
+    return (3, *frames, int(height), int(width))
+
+
+# A name or `package.module:factory` becomes a module and its example input.
 
 _DEFAULT_SHAPE = (3, 224, 224)
 _TRANSFORMERS = "hf:"
@@ -90,7 +376,7 @@ def _loaded(
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
         return _with_input(_from_factory(name, shape, settings or {}, seed), batch, input_like)
-    from .loading.torchvision_models import load_torchvision
+    # DROPPED
 
     if settings:
         raise UsageError(
@@ -159,7 +445,7 @@ def _from_transformers(
     on_meta: bool,
     known_only: bool,
 ) -> LoadedModel:
-    from .loading.transformers_models import load_transformers
+    from .transformers_models import load_transformers
 
     device = "meta" if on_meta else "cpu"
     loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only, batch=batch)

@@ -8,8 +8,7 @@ from ..cost_models.machines import is_gpu, same_device
 from ..cost_models.runtime import other_layers_warning
 from ..cost_models.topology import Topology
 from ..cost_models.topology_file import UNNAMED, ProfiledDevice, gpus_as_profiled
-from .profile_file import Profile
-from .profile_records import WholeMeasurement
+from .profile_file import Profile, WholeMeasurement
 
 CLOSES = 0.05
 """Share by which the layers' seconds may miss the whole model's, and its passes vary, without a word."""

@@ -93,7 +93,7 @@ def build(
     import torch.distributed
     from torch import nn
 
-    from ..profiler.user_model.loaded_model import ModelInput
+    from ..profiler.user_model import ModelInput
     from .pipelining.plan_layers import (
         check_equal_buffers,
         find_tied_weights,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.chain.layers import LayerChain
+    from ..profiler.layers import LayerChain
     from .pipelining.process import PipelineProcess
     from .pipelining.ranks import TensorPlan
 
@@ -100,7 +100,7 @@ def split_spec(
     """
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.chain.layers import build_chain
+    from ..profiler.layers import build_chain
 
     document = load_document(source, TorchExport)
     chain = build_chain(model, example_input, granularity=document.granularity, verify=True)

@@ -33,7 +33,7 @@ WITHOUT_CIRCLES = ("cost_models", "planner", "profiler", "runtimes")
 """Folders in which imports run one way, file by file and sub-folder by sub-folder."""
 TORCH = {"torch", "torchvision", "torchgpipe", "fairscale", "deepspeed"}
 NO_TORCH_FOLDERS = ("cost_models", "planner", "cli", "profiler/importing")
-NO_TORCH_FILES = ("profiler/__init__.py", "profiler/profile_file.py", "profiler/profile_records.py")
+NO_TORCH_FILES = ("profiler/__init__.py", "profiler/profile_file.py", "profiler/names.py")
 
 
 @cache
@@ -206,8 +206,7 @@ def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
 
 
 INTERNALS = (
-    "profiler/torch_internals.py",
-    "profiler/operator_internals.py",
+    "profiler/torch_private.py",
     "runtimes/pipelining/runtime_internals.py",
 )
 """Where names stand that PyTorch and the runtimes do not promise to keep."""

@@ -34,9 +34,9 @@ from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.profiler import journal
-from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileImportOptions
 from pplan.runtimes.checking.prediction import Calibration
 from pplan.runtimes.checking.records import Check
 from pplan.runtimes.imports import read_partition

@@ -28,7 +28,7 @@ from ..planner.joint_search import find_best_plan
 from ..planner.plan_file import Partition, Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import Simulation, simulate_plan
-from ..profiler.named_model import input_function_for, loss_for, model_for
+from ..profiler.names import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes

@@ -143,7 +143,7 @@ def _cache() -> Iterator[Finding]:
     """The folder of profiles: whether it can be written to."""
     if installed("torch") is None:
         return
-    from ..profiler.profile_cache import cache_folder
+    from ..profiler.cache import cache_folder
 
     try:
         folder = cache_folder()

@@ -11,11 +11,12 @@ from ..cost_models import arguments
 from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
-from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
-from ..profiler.loading.torchvision_names import refuse_unknown_name
+from ..profiler.names import refuse_unknown_name
 from ..profiler.profile_file import Profile
 from ..profiler.profile_options import (
+    ImportKeywords,
+    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
     TensorParallelKeywords,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..profiler.size_sweep import Progress
-    from ..profiler.user_model.loaded_model import LoadedModel
+    from ..profiler.user_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 
@@ -73,7 +74,7 @@ def profile(
     if isinstance(model, str):
         refuse_unknown_name(model)
     _require_torch()
-    from ..profiler.analytic import parse_analytic_device
+    from ..profiler.estimate import parse_analytic_device
     from ..profiler.local_machine import parse_device, parse_dtype
     from ..profiler.measure import profile_model
 
@@ -186,7 +187,7 @@ def sequential(
     _require_torch()
     from torch import nn
 
-    from ..profiler.sequential import sequential as as_sequential
+    from ..profiler.layers import sequential as as_sequential
 
     granularity = arguments.word("granularity", granularity)
     keep_together = arguments.words("keep_together", keep_together)

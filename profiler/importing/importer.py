@@ -15,11 +15,10 @@ from ...cost_models.errors import FileError, UsageError
 from ...cost_models.quantities import either, format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
 from ...cost_models.topology import UNKNOWN_DEVICE
-from ..profile_file import Profile
-from ..profile_records import ProfiledLayer, SharedLayers
-from . import graph_layers, table_layers
+from ..profile_file import Profile, ProfiledLayer, SharedLayers
+from ..profile_options import ProfileImportOptions
+from . import cost_table, pipedream_graph
 from .cost_table import Row, looks_like_csv, read_csv, read_json
-from .import_options import ProfileImportOptions
 from .pipedream_graph import is_graph, parse_graph
 
 Format = Literal["pipedream", "csv", "json"]
@@ -80,7 +79,7 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     size = options.micro_batch_size or PIPEDREAM_SAMPLES
     granularity = options.granularity or "block"
     graph = parse_graph(text, str(path))
-    layers = graph_layers.cut_into_layers(graph, str(path), granularity, size)
+    layers = pipedream_graph.cut_into_layers(graph, str(path), granularity, size)
     loading = sum(node.forward_seconds for node in layers.inputs)
     notes = [f"imported from {path.name}, a PipeDream graph of {format_count(len(graph.nodes), 'node')}"]
     if options.micro_batch_size is None:
@@ -112,7 +111,7 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
             "Omit it: it is for graphs.",
         )
-    has_sizes = table_layers.states_sizes(rows)
+    has_sizes = cost_table.states_sizes(rows)
     if has_sizes and options.micro_batch_size is not None:
         raise UsageError(
             f"micro_batch_size={options.micro_batch_size}: {path} has a column micro_batch_size",
@@ -121,7 +120,7 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
     size = options.micro_batch_size or TABLE_SAMPLES
     degrees = sorted({row.tensor_parallel for row in rows}) or [1]
     layers, *others = (
-        table_layers.group_rows([row for row in rows if row.tensor_parallel == degree], str(path), size)
+        cost_table.group_rows([row for row in rows if row.tensor_parallel == degree], str(path), size)
         for degree in degrees
     )
     shared = [

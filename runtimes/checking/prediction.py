@@ -22,7 +22,7 @@ from ...cost_models.runtime import find_runtime
 from ...cost_models.schedules import PUBLISHED, find_schedule
 from ...cost_models.step_costs import Array, Costs, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
-from ...profiler.link_fit import fit_link
+from ...profiler.measured_links import fit_link
 from ..documents import PipeExport, TorchExport
 from ..torch_actions import action_rows, build_program, schedule_class, splits_backward
 from .records import (

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...cost_models.runtime import find_runtime
-from ...profiler.chain.layer_sequential import LayerSequential
-from ...profiler.graphs.output_shapes import KEEP_BATCH
-from ...profiler.sequential import sequential
-from ...profiler.torch_internals import copy_registries, tree_leaves
-from ...profiler.user_model.loaded_model import ModelInput
-from ...profiler.user_model.shared_parameters import register_references, tensors_used
+from ...profiler.flow import KEEP_BATCH
+from ...profiler.layer_sequential import LayerSequential, register_references, tensors_used
+from ...profiler.layers import sequential
+from ...profiler.torch_private import copy_registries, tree_leaves
+from ...profiler.user_model import ModelInput
 from ..documents import BuiltExport, FairscaleExport, PipeExport, TorchgpipeExport, check_layers
 from .ranks import RankCoordinates
 from .stage import (

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.memory import count_first_layers
 from ...cost_models.runtime import OFFLOAD
-from ...profiler.torch_internals import tree_map_only
-from ...profiler.user_model.loaded_model import ModelInput
+from ...profiler.torch_private import tree_map_only
+from ...profiler.user_model import ModelInput
 from ..documents import TorchExport
 from ..torch_actions import OWN_ORDER, splits_backward
 from .plan_layers import (

@@ -1,6 +1,6 @@
 """All that pplan uses of the runtimes without their promising to keep it; no other file names such a thing.
 
-As `profiler/torch_internals.py`, of torch.distributed.pipelining in torch 2.14 and of DeepSpeed 0.19.8. Each
+As `profiler/torch_private.py`, of torch.distributed.pipelining in torch 2.14 and of DeepSpeed 0.19.8. Each
 is looked for where it is used, so that the other runtimes work without it.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from ...profiler.torch_internals import Internal, check_internals
+from ...profiler.torch_private import Internal, check_internals
 from ..torch_actions import OWN_ORDER
 
 

@@ -45,8 +45,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.quantities import format_count
-from ...profiler.chain.layer_sequential import LayerSequential
-from ...profiler.torch_internals import (
+from ...profiler.layer_sequential import LayerSequential
+from ...profiler.torch_private import (
     TreeSpec,
     backward_parts,
     name_leaves,
@@ -56,8 +56,7 @@ from ...profiler.torch_internals import (
     tree_unflatten,
     version,
 )
-from ...profiler.user_model.loaded_model import ModelInput, copy_model, copy_to_meta, scripted_parts
-from ...profiler.user_model.seeding import fixed_seed
+from ...profiler.user_model import ModelInput, copy_model, copy_to_meta, fixed_seed, scripted_parts
 
 _CARRIERS = {torch.int16: torch.float16, torch.int32: torch.float32, torch.int64: torch.float64}
 """Of the same size; what takes one byte goes by value, which float16 holds exactly."""

@@ -20,17 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ...cost_models.errors import MachineError, ModelError, UsageError
-from ...profiler.chain.layers import Layer
+from ...profiler.clocks import Clock, clock_for
+from ...profiler.layers import Layer, sequential
 from ...profiler.local_machine import device_memory_bytes, device_name, versions
-from ...profiler.passes.clocks import Clock, clock_for
-from ...profiler.passes.layer_stamps import LayerStamps, LayerTimes
-from ...profiler.passes.timed_passes import TimedPasses
-from ...profiler.passes.timing import OutputGradients, run_layers
-from ...profiler.passes.watchers import SavedBytes
+from ...profiler.passes import LayerStamps, LayerTimes, OutputGradients, SavedBytes, run_layers
 from ...profiler.profile_file import Profile
-from ...profiler.sequential import sequential
+from ...profiler.timed_passes import TimedPasses
 from ...profiler.torchrun_env import COMMAND, read_torchrun_env
-from ...profiler.user_model.loaded_model import LoadedModel
+from ...profiler.user_model import LoadedModel
 from .ranks import share_matrices, styles_by_module
 
 WARM_UPS = 2

@@ -19,9 +19,8 @@ from ...cost_models.errors import ExportError
 from ...cost_models.quantities import format_seconds
 from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
-from ...profiler.named_model import NamedModel, model_for, quote_name
-from ...profiler.profile_file import Profile
-from ...profiler.profile_records import InputTensor
+from ...profiler.names import NamedModel, model_for, quote_name
+from ...profiler.profile_file import InputTensor, Profile
 from ..documents import (
     ExportDocument,
     TrainerArguments,

@@ -40,9 +40,10 @@ from pplan.planner.plan_options import (
     PlanOptions,
     TrainingKeywords,
 )
-from pplan.profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import (
+    ImportKeywords,
+    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
     TensorParallelKeywords,

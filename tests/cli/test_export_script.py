@@ -10,8 +10,7 @@ import pytest
 
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_records import InputTensor
+from pplan.profiler.profile_file import InputTensor, Profile
 
 Run = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pplan.cli.app import main
-from pplan.profiler.loading.transformers_config import configure_model, transformers_session
+from pplan.profiler.transformers_models import configure_model, transformers_session
 
 pytest.importorskip("transformers")
 

@@ -128,7 +128,7 @@ def test_degrees_are_found_of_what_is_read() -> None:
 )
 def test_models_of_configurations_that_were_found(change: dict[str, Any], what: str, tmp_path: Path) -> None:
     """A traceback, and a model that would never have been built."""
-    loading = pytest.importorskip("pplan.profiler.loading.transformers_models")
+    loading = pytest.importorskip("pplan.profiler.transformers_models")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIGURATIONS[0] | change))
     with pytest.raises(ModelError, match=what):
@@ -136,8 +136,8 @@ def test_models_of_configurations_that_were_found(change: dict[str, Any], what: 
 
 
 def test_models_are_configured_or_refused(tmp_path: Path) -> None:
-    loading = pytest.importorskip("pplan.profiler.loading.transformers_config")
-    sessions = pytest.importorskip("pplan.profiler.loading.transformers_models")
+    loading = pytest.importorskip("pplan.profiler.transformers_models")
+    sessions = pytest.importorskip("pplan.profiler.transformers_models")
     file = tmp_path / "config.json"
 
     def configure(config: dict[str, Any]) -> None:

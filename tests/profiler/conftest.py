@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.size_passes import no_collection
+from pplan.profiler.size_run import no_collection
 
 
 class FakeClock:

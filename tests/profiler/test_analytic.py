@@ -13,8 +13,8 @@ from torch import nn
 import pplan
 from pplan.cli.profile_tables import print_profile
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.profiler import analytic
-from pplan.profiler.efficiency import Curves, Efficiency
+from pplan.profiler import estimate as estimates
+from pplan.profiler.estimate import Curves, Efficiency
 from pplan.profiler.profile_file import Profile
 
 KNOWN = Curves(Efficiency(0.55, 6e-6), Efficiency(0.7, 3e-6))
@@ -45,7 +45,7 @@ def of_convolutions(device: str, calibrate: Profile | None = None) -> Profile:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Profile:
     """As a GPU of the known curves would have been measured."""
     with monkeypatch.context() as patched:
-        patched.setattr(analytic, "Curves", lambda: KNOWN)
+        patched.setattr(estimates, "Curves", lambda: KNOWN)
         made = of_convolutions("analytic:a100-40gb")
     return made.model_copy(update={"device": "cuda", "estimated": False, "notes": []})
 

@@ -12,15 +12,14 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.counting_operations import LayerOperations, Operation, count_operations
-from pplan.profiler.equal_layers import all_different
+from pplan.profiler.clocks import CpuClock
+from pplan.profiler.layers import build_chain
+from pplan.profiler.losses import load_loss
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
-from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.structure import as_on_a_gpu, count_structure
-from pplan.profiler.user_model.loaded_model import copy_to_meta
-from pplan.profiler.user_model.losses import load_loss
+from pplan.profiler.operations import LayerOperations, Operation
+from pplan.profiler.structure import all_different, as_on_a_gpu, count_operations, count_structure
+from pplan.profiler.user_model import copy_to_meta
 
 KERNELS = partial(as_on_a_gpu, flash=True)
 

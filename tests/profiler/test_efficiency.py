@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.profiler.efficiency import Curves, Efficiency, OperationWork, fit_efficiency
+from pplan.profiler.estimate import Curves, Efficiency, OperationWork, fit_efficiency
 
 LAUNCH = 4e-6
 

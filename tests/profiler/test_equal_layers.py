@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler import equal_layers, measure
-from pplan.profiler.graphs import frontends
+from pplan.profiler import measure, structure, tracing
 
 WIDTH = 16
 
@@ -57,9 +56,9 @@ class Model(nn.Module):
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any) -> tuple[Any, Any, int]:
     """With equal blocks counted once and without; and how many layers were counted in the former."""
     counted: list[int] = []
-    find = equal_layers.find_equal_layers
+    find = structure.find_equal_layers
 
-    def noted(*args: Any) -> equal_layers.EqualLayers:
+    def noted(*args: Any) -> structure.EqualLayers:
         blocks = find(*args)
         assert blocks is not None
         counted.append(len(blocks.shortened.chain))
@@ -67,7 +66,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any
 
     example = None if isinstance(model, str) else torch.ones(2, WIDTH)
     profiles = []
-    for each in (noted, lambda subject, _: equal_layers.all_different(subject)):
+    for each in (noted, lambda subject, _: structure.all_different(subject)):
         monkeypatch.setattr(measure, "find_equal_layers", each)
         made = pplan.profile(model, example, micro_batch_sizes=[1, 3], **options)
         profiles.append(made.model_dump(exclude={"made_by"}))
@@ -99,7 +98,7 @@ def test_blocks_that_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> Non
         "micro_batch_sizes": [1, 3],
     }
     traced = pplan.profile("hf:llama", **options)
-    monkeypatch.setattr(frontends, "MANY", 4)
+    monkeypatch.setattr(tracing, "MANY", 4)
     whole = pplan.profile("hf:llama", **options)
     kept = {"name", "kind", "parameter_bytes", "cut_after", "crossing"}
     assert [layer.model_dump(include=kept) for layer in whole.layers] == [

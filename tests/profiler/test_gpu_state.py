@@ -14,13 +14,13 @@ from torch import nn
 
 from pplan.profiler import gpu_state, size_sweep
 from pplan.profiler.build_profile import build_profile
-from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.gpu_state import GpuRecord, GpuState, read_gpu_state
+from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.passes.timing import warm_until_stable
-from pplan.profiler.segmented_sweep import SegmentedSweep
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.profiler.whole_sweep import WholeSweep
+from pplan.profiler.passes import warm_until_stable
+from pplan.profiler.segments import SegmentedSweep
+from pplan.profiler.size_sweep import WholeSweep
+from pplan.profiler.user_model import LoadedModel, ModelInput
 
 CUDA = torch.device("cuda", 0)
 LINES = "GPU:0\nprocess  4711 uses  1000.000 MB GPU memory\nprocess  4712 uses  20.000 MB GPU memory"

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from pplan.profiler.journal import CountedBytes, Journal, JournalSize, read
-from pplan.profiler.memory.workspace import LossWorkspace, StepMemory
-from pplan.profiler.passes.backward_parts import PartTimes
-from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes
-from pplan.profiler.passes.timing import WholeTimes
+from pplan.profiler.memory import LossWorkspace, StepMemory
+from pplan.profiler.passes import LayerTimes, LossTimes, WholeTimes
+from pplan.profiler.timed_passes import PartTimes
 
 COUNTED = CountedBytes(
     saved_bytes=[4, 8],

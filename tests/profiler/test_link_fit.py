@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.profiler.link_fit import fit_link
+from pplan.profiler.measured_links import fit_link
 
 SIZES = [2**10 * 4**power for power in range(8)]
 

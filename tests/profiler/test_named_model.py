@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.named_model import input_function_for, loss_for, may_name, model_for, quote_name
+from pplan.profiler.names import input_function_for, loss_for, may_name, model_for, quote_name
 from pplan.profiler.profile_file import Profile
 
 COST = {

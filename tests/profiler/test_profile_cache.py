@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from pplan.cost_models.arguments import list_declarations
 from pplan.cost_models.text_files import add_hash
-from pplan.profiler import profile_cache
+from pplan.profiler import cache
+from pplan.profiler.cache import Request, cache_folder
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
-from pplan.profiler.passes.layer_stamps import LayerStamps
-from pplan.profiler.profile_cache import Request, cache_folder
+from pplan.profiler.passes import LayerStamps
 from pplan.profiler.profile_file import Interrupted, Profile
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.profile_warnings import misses_whole
 from pplan.profiler.size_sweep import Progress
-from pplan.profiler.user_model.loaded_model import LoadedModel
+from pplan.profiler.user_model import LoadedModel
 
 INPUT = torch.ones(2, 4)
 
@@ -35,7 +35,7 @@ INPUT = torch.ones(2, 4)
 @pytest.fixture(autouse=True)
 def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of a few microseconds vary too much to add up."""
-    monkeypatch.setattr(profile_cache, "misses_whole", lambda _: False)
+    monkeypatch.setattr(cache, "misses_whole", lambda _: False)
 
 
 def model(width: int = 8) -> nn.Module:
@@ -187,7 +187,7 @@ def test_a_poisoned_entry_is_not_taken(own_cache: Path, monkeypatch: pytest.Monk
     write_with_hash(file, edited)
     assert is_hit(kept()[1])
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-    monkeypatch.setattr(profile_cache, "SUPERUSER", -1)
+    monkeypatch.setattr(cache, "SUPERUSER", -1)
     assert not is_hit(kept()[1])
 
 
@@ -414,7 +414,7 @@ def test_the_attention_that_may_run_counts() -> None:
 def test_a_profile_whose_layers_miss_the_model_is_measured_again(
     own_cache: Path, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile_cache, "misses_whole", misses_whole)
+    monkeypatch.setattr(cache, "misses_whole", misses_whole)
     layers, plain = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), LayerStamps.times
 
     def missing_half(stamps: LayerStamps) -> Any:

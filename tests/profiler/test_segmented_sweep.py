@@ -10,22 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError, UsageError
-from pplan.profiler import segmented_sweep as segmented_sweep_module
+from pplan.profiler import segments as segmented_sweep_module
 from pplan.profiler.build_profile import build_profile
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.clocks import CpuClock
+from pplan.profiler.layers import as_sequential, build_chain
+from pplan.profiler.losses import load_loss
 from pplan.profiler.measure import profile_model
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.offload.segmented import SegmentedMeasurement
-from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.segmented_sweep import SegmentedSweep
-from pplan.profiler.sequential import as_sequential
-from pplan.profiler.size_sweep import Progress, sizes_to_try
-from pplan.profiler.user_model.failures import DoesNotFit
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.profiler.user_model.losses import load_loss
-from pplan.profiler.whole_sweep import WholeSweep
+from pplan.profiler.segments import SegmentedMeasurement, SegmentedSweep
+from pplan.profiler.size_sweep import Progress, WholeSweep, sizes_to_try
+from pplan.profiler.user_model import DoesNotFit, LoadedModel, ModelInput
 
 MakeModel = Callable[[], nn.Sequential]
 

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layer_sequential import LayerSequential
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.sequential import sequential, state_dict_names
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.layer_sequential import LayerSequential
+from pplan.profiler.layers import build_chain, sequential, state_dict_names
+from pplan.profiler.user_model import ModelInput
 
 
 def nested() -> nn.Module:

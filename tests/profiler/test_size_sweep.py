@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.size_sweep import (
-    budget_detail,
-    is_left_out,
-    list_unmeasured,
-    seconds_text,
-    sizes_to_try,
-)
+from pplan.profiler.size_sweep import budget_detail, is_left_out, list_unmeasured, seconds_text, sizes_to_try
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,14 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from torchvision.models.vision_transformer import VisionTransformer
 
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.equal_layers import all_different
+from pplan.profiler.clocks import CpuClock
+from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
-from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.modes import Modes
-from pplan.profiler.size_result import SizeResult
-from pplan.profiler.size_run import SizeRun
-from pplan.profiler.structure import as_on_the_cpu, count_structure
-from pplan.profiler.user_model.loaded_model import copy_model, copy_to_meta
+from pplan.profiler.modes import Modes
+from pplan.profiler.size_run import SizeResult, SizeRun
+from pplan.profiler.structure import all_different, as_on_the_cpu, count_structure
+from pplan.profiler.user_model import copy_model, copy_to_meta
 
 SIZE = 2
 Bytes = dict[str, tuple[int, ...]]
@@ -191,7 +189,7 @@ def test_torchs_own_encoder(dropout: float) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [*every_other_twice(["gpt2", "bert", "llama", "t5"])])
 def test_language_models(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
-    from pplan.profiler.loading.transformers_models import load_transformers
+    from pplan.profiler.transformers_models import load_transformers
 
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 50, "sequence": 12}
     made = load_transformers(name, sizes, seed=0)

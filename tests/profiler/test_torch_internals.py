@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from pplan.cost_models.errors import MachineError
-from pplan.profiler import torch_internals
-from pplan.profiler.operator_internals import OPERATOR_INTERNALS
-from pplan.profiler.passes.clocks import CudaClock
-from pplan.profiler.torch_internals import INTERNALS, Internal, check_internals
+from pplan.profiler import torch_private
+from pplan.profiler.clocks import CudaClock
+from pplan.profiler.torch_private import INTERNALS, OPERATOR_INTERNALS, Internal, check_internals
 
 
 def test_leaves_are_those_that_torch_finds() -> None:
@@ -27,7 +26,7 @@ def test_leaves_are_those_that_torch_finds() -> None:
         slice(1),
         nn.ReLU,
     )
-    own, theirs = torch_internals.tree_leaves(tree), _pytree.tree_leaves(tree)
+    own, theirs = torch_private.tree_leaves(tree), _pytree.tree_leaves(tree)
     assert list(map(id, own)) == list(map(id, theirs))
 
 
@@ -40,7 +39,7 @@ def test_one_that_is_gone_is_named_with_the_version_that_lacks_it() -> None:
     gone = Internal("torch.gone", lambda: torch.gone, "a test", "Do without.")  # type: ignore[attr-defined]
     with pytest.raises(MachineError, match=r"torch 9\.0 has no torch\.gone, needed for a test") as caught:
         check_internals([gone], "9.0")
-    assert caught.value.hint == f"Install torch {torch_internals.TESTED}, or a later version of pplan."
+    assert caught.value.hint == f"Install torch {torch_private.TESTED}, or a later version of pplan."
 
 
 def test_a_gpu_cannot_be_timed_where_it_cannot_be_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,23 +51,23 @@ def test_a_gpu_cannot_be_timed_where_it_cannot_be_kept_busy(monkeypatch: pytest.
 
 
 def test_a_checkpoint_function_of_another_name_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = torch_internals.checkpoint_functions()
+    names = torch_private.checkpoint_functions()
     assert names
     for name in names:
         monkeypatch.delattr(torch.utils.checkpoint, name)
-    assert torch_internals.checkpoint_functions() == []
+    assert torch_private.checkpoint_functions() == []
 
 
 def test_what_is_told_of_tensors_and_storages() -> None:
     tensor = torch.zeros(4)
-    before = torch_internals.tensor_version(tensor)
+    before = torch_private.tensor_version(tensor)
     view = tensor[:2].add_(1)
-    assert torch_internals.tensor_version(tensor) == before + 1
-    assert torch_internals.storage_key(view) == torch_internals.storage_key(tensor.untyped_storage())
-    assert torch_internals.storage_key(tensor.clone()) != torch_internals.storage_key(tensor)
+    assert torch_private.tensor_version(tensor) == before + 1
+    assert torch_private.storage_key(view) == torch_private.storage_key(tensor.untyped_storage())
+    assert torch_private.storage_key(tensor.clone()) != torch_private.storage_key(tensor)
     parameter = nn.Parameter(torch.ones(2))
     parameter.mine = 3  # type: ignore[attr-defined]
-    twin = torch_internals.copy_as(parameter, torch.empty(2, device="meta"))
+    twin = torch_private.copy_as(parameter, torch.empty(2, device="meta"))
     assert (type(twin), twin.requires_grad, twin.mine) == (nn.Parameter, True, 3)  # type: ignore[attr-defined]
 
 
@@ -76,14 +75,14 @@ def test_what_is_told_of_modules() -> None:
     inner = nn.BatchNorm1d(2)
     module = nn.Sequential(inner, inner)
     module.register_buffer("passing", torch.ones(1), persistent=False)
-    assert torch_internals.child_modules(module) == {"0": inner, "1": inner}
-    assert not torch_internals.is_persistent(module, "passing")
-    assert torch_internals.is_persistent(inner, "running_mean")
-    torch_internals.make_transient(inner, "running_mean")
+    assert torch_private.child_modules(module) == {"0": inner, "1": inner}
+    assert not torch_private.is_persistent(module, "passing")
+    assert torch_private.is_persistent(inner, "running_mean")
+    torch_private.make_transient(inner, "running_mean")
     assert "0.running_mean" not in module.state_dict()
-    assert not torch_internals.has_hooks(module)
+    assert not torch_private.has_hooks(module)
 
     def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None: ...
 
     module.register_forward_pre_hook(hook)
-    assert torch_internals.has_hooks(module)
+    assert torch_private.has_hooks(module)

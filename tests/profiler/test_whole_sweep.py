@@ -13,20 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError
-from pplan.profiler import size_passes as size_passes_module
-from pplan.profiler import whole_sweep as whole_sweep_module
+from pplan.profiler import size_run as size_passes_module
+from pplan.profiler import size_sweep as whole_sweep_module
 from pplan.profiler.build_profile import build_profile
-from pplan.profiler.chain.layers import Layer, LayerChain, build_chain
+from pplan.profiler.layers import Layer, LayerChain, build_chain
+from pplan.profiler.losses import Loss
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.passes.backward_parts import run_parts
-from pplan.profiler.passes.layer_stamps import LayerTimes
-from pplan.profiler.passes.modes import Modes
-from pplan.profiler.passes.timing import run_whole
+from pplan.profiler.modes import Modes
+from pplan.profiler.passes import LayerTimes, run_whole
 from pplan.profiler.size_run import SizeRun
-from pplan.profiler.size_sweep import Progress, host_note
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.profiler.user_model.losses import Loss
-from pplan.profiler.whole_sweep import WholeSweep
+from pplan.profiler.size_sweep import Progress, WholeSweep, host_note
+from pplan.profiler.timed_passes import run_parts
+from pplan.profiler.user_model import LoadedModel, ModelInput
 
 PROBE = 7
 """Seconds of the runs, of one, two and four samples, that find the cuts and what they hand on."""

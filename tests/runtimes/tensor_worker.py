@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import pplan
+from pplan.profiler.layers import sequential
 from pplan.profiler.models import load_model
-from pplan.profiler.sequential import sequential
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_pipelining import build
 

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from pplan.cost_models.errors import UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.sequential import sequential
+from pplan.profiler.layers import sequential
 from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.torch_pipelining import build
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import gelu
 
-from pplan.profiler.torch_internals import storage_key
+from pplan.profiler.torch_private import storage_key
 from pplan.runtimes.pipelining import stage as offloading
 from pplan.runtimes.pipelining.stage import SavedOnHost, StageModule
 

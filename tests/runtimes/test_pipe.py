@@ -24,9 +24,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.chain.cut_reasons import TensorUsers, find_tensor_users
-from pplan.profiler.chain.layers import LayerChain, build_chain
-from pplan.profiler.sequential import sequential
+from pplan.profiler.layers import LayerChain, TensorUsers, build_chain, find_tensor_users, sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.exports import export
 

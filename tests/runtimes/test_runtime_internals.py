@@ -12,7 +12,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from pplan.cost_models.errors import MachineError
-from pplan.profiler.torch_internals import Internal
+from pplan.profiler.torch_private import Internal
 from pplan.runtimes.pipelining import runtime_internals
 from pplan.runtimes.pipelining.runtime_internals import DEEPSPEED_INTERNALS, TORCH_INTERNALS
 from pplan.runtimes.torch_actions import OWN_ORDER

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Plan
+from pplan.profiler.layers import sequential
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sequential import sequential
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.exports import export
 from pplan.runtimes.pipelining.plan_layers import find_tied_weights, split_stage

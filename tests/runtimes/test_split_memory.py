@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import pplan
 from pplan.cost_models.memory import count_first_layers
 from pplan.planner.plan_file import Plan
-from pplan.profiler.memory.live_bytes import LiveBytes, lasting
+from pplan.profiler.memory import LiveBytes, lasting
 from pplan.runtimes.pipelining import stage as offloading
 from pplan.runtimes.torch_pipelining import build
 

@@ -13,8 +13,7 @@ import pytest
 import pplan
 from pplan.cost_models.errors import ExportError, UsageError
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
+from pplan.profiler.profile_file import LayerMeasurement, Profile, ProfiledLayer
 from pplan.runtimes.exports import export
 
 RunProcesses = Callable[..., None]

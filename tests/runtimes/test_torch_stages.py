@@ -15,9 +15,9 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.torch_internals import backward_parts
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.layers import build_chain
+from pplan.profiler.torch_private import backward_parts
+from pplan.profiler.user_model import ModelInput
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.exports import export
 from pplan.runtimes.pipelining.plan_layers import check_groups

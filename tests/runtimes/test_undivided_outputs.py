@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_records import OutputTensor
+from pplan.profiler.layers import build_chain
+from pplan.profiler.profile_file import OutputTensor, Profile
 
 Run = Callable[..., Any]
 LOSS = OutputTensor(name="[1]", shape=[], dtype="float32", has_samples=False)

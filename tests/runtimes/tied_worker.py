@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from pplan.profiler.layers import sequential
 from pplan.profiler.models import load_model
-from pplan.profiler.sequential import sequential
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.user_model import LoadedModel, ModelInput
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_pipelining import build
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....cost_models.runtime import find_runtime
-from ....profiler.passes.clocks import Clock, clock_for
-from ....profiler.torch_internals import backward_parts
-from ....profiler.user_model.loaded_model import ModelInput
+from ....profiler.clocks import Clock, clock_for
+from ....profiler.torch_private import backward_parts
+from ....profiler.user_model import ModelInput
 from ...deepspeed import build as build_deepspeed
 from ...documents import DeepspeedExport
 from ...pipelining.runtime_internals import wrap_instructions

@@ -22,7 +22,7 @@ from typing import Any
 
 from ....cost_models.errors import PplanError
 from ....cost_models.text_files import escape_text
-from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
+from ....profiler.user_model import at_user_line, first_line, is_out_of_memory
 from ..launching import LOST, STARTING_SECONDS
 from ..records import CasePrediction
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from ....cost_models.errors import ModelError
 from ....cost_models.quantities import format_count
+from ....profiler.layers import sequential
 from ....profiler.local_machine import parse_dtype
+from ....profiler.losses import load_loss
 from ....profiler.models import load_model
-from ....profiler.named_model import LOSSES, quote_name
-from ....profiler.passes.modes import Modes
-from ....profiler.sequential import sequential
-from ....profiler.torch_internals import tree_leaves
-from ....profiler.user_model.loaded_model import ModelInput
-from ....profiler.user_model.losses import load_loss
+from ....profiler.modes import Modes
+from ....profiler.names import LOSSES, quote_name
+from ....profiler.torch_private import tree_leaves
+from ....profiler.user_model import ModelInput
 from ...documents import hash_names
 from ...pipelining.stage import add_zero_gradients
 from ..records import Case, ModelSpec, StageSeconds, StageWaits

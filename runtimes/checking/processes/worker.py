@@ -29,7 +29,7 @@ from ....cost_models.runtime import find_runtime
 from ....profiler.links import LinkBench
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
-from ....profiler.user_model.loaded_model import ModelInput
+from ....profiler.user_model import ModelInput
 from ...deepspeed import start as start_deepspeed
 from ...documents import DeepspeedExport
 from ..launching import end_with_parent

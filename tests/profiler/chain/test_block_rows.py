@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler import measurement_target
-from pplan.profiler.chain import block_rows, layers
-from pplan.profiler.chain.operation_record import OperationRecord
-from pplan.profiler.graphs.frontends import MANY
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler import layers, measurement_target, repeated_layers
+from pplan.profiler.repeated_layers import OperationRecord
+from pplan.profiler.tracing import MANY
+from pplan.profiler.user_model import ModelInput
 
 WIDTH = 8
 ODD = 6
@@ -124,7 +123,7 @@ def blocks_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def short_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small models have some to drop."""
     if "rows_are_found" not in request.node.name:
-        monkeypatch.setattr(block_rows, "_WORTH_IT", 2)
+        monkeypatch.setattr(repeated_layers, "_WORTH_IT", 2)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Any, Any, list[int]]:
@@ -137,7 +136,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Any, Any, l
     }
     short = pplan.profile(model, torch.ones(2, WIDTH), **options)
     traced = counts.copy()
-    monkeypatch.setattr(block_rows, "_WORTH_IT", 10**6)
+    monkeypatch.setattr(repeated_layers, "_WORTH_IT", 10**6)
     whole = pplan.profile(model, torch.ones(2, WIDTH), **options)
     return short.model_dump(exclude={"made_by"}), whole.model_dump(exclude={"made_by"}), traced
 
@@ -232,7 +231,7 @@ def test_local_and_global_attention(
     }
     profiles = []
     for worth_it in (2, 10**6):
-        monkeypatch.setattr(block_rows, "_WORTH_IT", worth_it)
+        monkeypatch.setattr(repeated_layers, "_WORTH_IT", worth_it)
         profile = pplan.profile(
             f"hf:{family}",
             device="analytic:h100",
@@ -255,7 +254,7 @@ def test_rows_are_found() -> None:
         classes = {unit: type(unit, (nn.Module,), {}) for unit in units}
         blocks = tuple(classes[unit]() for unit in units)
         whole = Counter({kind: count for kind, count in Counter(map(type, blocks)).items() if count >= MANY})
-        row = block_rows._longest_row("blocks", blocks, record, whole)
+        row = repeated_layers._longest_row("blocks", blocks, record, whole)
         return None if row is None else row.dropped
 
     assert longest("a" * 13) is None
@@ -280,14 +279,14 @@ def test_an_error_of_its_own_hooks_is_not_taken_for_the_models(
 ) -> None:
     """It was: the model was traced whole, and nobody knew. One that fails by itself is traced whole."""
     model, example = Model("." * 10).to("meta"), ModelInput((torch.ones(2, WIDTH, device="meta"),), {})
-    assert block_rows._run(model, list(model.blocks), example) is not None
+    assert repeated_layers._run(model, list(model.blocks), example) is not None
     with monkeypatch.context() as broken:
         broken.setattr(model.blocks[3], "forward", lambda *_: 1 / 0)
-        assert block_rows._run(model, list(model.blocks), example) is None
+        assert repeated_layers._run(model, list(model.blocks), example) is None
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(OperationRecord, method, fail)
     with pytest.raises(ZeroDivisionError):
-        block_rows._run(model, list(model.blocks), example)
+        repeated_layers._run(model, list(model.blocks), example)

@@ -14,12 +14,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn import functional as F
 
-from pplan.profiler.chain.cut_reasons import find_tensor_users
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.layer_sequential import BorrowedTensor, ReusedModule
+from pplan.profiler.layers import build_chain, find_tensor_users, sequential, state_dict_names
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sequential import sequential, state_dict_names
-from pplan.profiler.user_model.shared_parameters import BorrowedTensor, ReusedModule
 
 
 class Drops(nn.Module):

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.chain.layers import LayerChain, build_chain
+from pplan.profiler.layer_sequential import storage_aliases
+from pplan.profiler.layers import LayerChain, build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.user_model.failures import layer_failure
-from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.profiler.user_model.shared_parameters import storage_aliases
+from pplan.profiler.user_model import ModelInput, layer_failure
 
 
 def run(chain: LayerChain, value: Any) -> Any:

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import pplan
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain import mode_variants
-from pplan.profiler.sequential import state_dict_names
-from pplan.profiler.torch_internals import tree_leaves
+from pplan.profiler import mode_variants
+from pplan.profiler.layers import state_dict_names
+from pplan.profiler.torch_private import tree_leaves
 
 
 class Three(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.user_model import ModelInput
 
 Run = Callable[[ModelInput], Any]
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pplan
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.graphs.tracing_patches import leave_vmap
-from pplan.profiler.sequential import sequential
+from pplan.profiler.layers import sequential
+from pplan.profiler.trial import leave_vmap
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 IMAGE = torch.linspace(-1, 1, 3 * 3 * 8 * 8).reshape(3, 3, 8, 8)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.comparison.hidden_state import find_reader
-from pplan.profiler.comparison.side_by_side import SideBySide
-from pplan.profiler.graphs.frontends import ELEMENTS
-from pplan.profiler.sequential import as_sequential
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.comparison import SideBySide, find_reader
+from pplan.profiler.layers import as_sequential, build_chain
+from pplan.profiler.tracing import ELEMENTS
+from pplan.profiler.user_model import ModelInput
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 

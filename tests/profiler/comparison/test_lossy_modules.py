@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.sequential import sequential
+from pplan.profiler.layers import build_chain, sequential
 
 GIVEN = torch.linspace(-1, 1, 12).reshape(3, 4)
 

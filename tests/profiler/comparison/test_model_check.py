@@ -9,12 +9,11 @@ from torch.nn import functional as F
 
 import pplan
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.comparison import model_check
-from pplan.profiler.comparison.model_check import Comparison, ModelCheck
-from pplan.profiler.graphs.trial import NotTheModel
-from pplan.profiler.sequential import sequential
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler import comparison
+from pplan.profiler.comparison import Comparison, ModelCheck
+from pplan.profiler.layers import build_chain, sequential
+from pplan.profiler.trial import NotTheModel
+from pplan.profiler.user_model import ModelInput
 
 GIVEN = torch.linspace(-1, 1, 3 * 64).reshape(3, 64).sin()
 
@@ -136,24 +135,24 @@ def test_what_has_no_values_is_not_compared() -> None:
 def test_what_does_not_fit_in_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Deep()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    monkeypatch.setattr(model_check, "free_bytes", lambda _: 8 * weights)
+    monkeypatch.setattr(comparison, "free_bytes", lambda _: 8 * weights)
     with pytest.warns(UserWarning, match="not compared by value: it would need .* for weights, .* are free"):
         sequential(model, GIVEN)
-    monkeypatch.setattr(model_check, "free_bytes", lambda _: 9 * weights)
+    monkeypatch.setattr(comparison, "free_bytes", lambda _: 9 * weights)
     assert sequential(model, GIVEN) is not None
 
 
 def test_what_takes_long_is_not_compared_or_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "SECONDS", 0.0)
     assert compare(Deep(), Deep).batches == (1,)
-    monkeypatch.setattr(model_check, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(comparison, "LONGEST_SECONDS", 0.0)
     assert compare(Deep(), Deep).notes == (
         "layers and model were not compared by value: a pass of the model takes 0 s",
     )
 
 
 def test_unverified_sequentials_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check.ModelCheck, "compare", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(comparison.ModelCheck, "compare", lambda *_: pytest.fail("compared"))
     assert len(sequential(Deep(), GIVEN, verify=False)) == len(build_chain(Deep(), GIVEN))
 
 

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import LayerChain, build_chain
+from pplan.profiler.layers import LayerChain, build_chain
 
 WIDTH = 8
 

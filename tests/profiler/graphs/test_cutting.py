@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import LayerChain, build_chain
-from pplan.profiler.graphs.cutting import Granularity, parts
-from pplan.profiler.graphs.flow import Flow
-from pplan.profiler.graphs.tracing import trace_symbolically
-from pplan.profiler.graphs.trial import Trial
-from pplan.profiler.sequential import sequential
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.cutting import Granularity, parts
+from pplan.profiler.flow import Flow
+from pplan.profiler.layers import LayerChain, build_chain, sequential
+from pplan.profiler.tracing import trace_symbolically
+from pplan.profiler.trial import Trial
+from pplan.profiler.user_model import ModelInput
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.graphs import exporting
-from pplan.profiler.graphs.exporting import export_graph
-from pplan.profiler.graphs.graph import TracedGraph, graph_module
-from pplan.profiler.graphs.regions import AutocastSwitched, GradientsSwitched
-from pplan.profiler.graphs.size_recovery import device_of
-from pplan.profiler.user_model.flat_output import flat
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler import exporting
+from pplan.profiler.exported_graph import AutocastSwitched, GradientsSwitched
+from pplan.profiler.exporting import export_graph
+from pplan.profiler.graph import TracedGraph, device_of, graph_module
+from pplan.profiler.user_model import ModelInput, flat
 
 
 def run(traced: TracedGraph, model: nn.Module, given: ModelInput) -> Any:

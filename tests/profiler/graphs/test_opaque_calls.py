@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.sequential import as_sequential
+from pplan.profiler.layers import as_sequential, build_chain
 
 AROUND = "torch.export around blocks.0, blocks.1"
 X = torch.linspace(-1, 1, 24).reshape(3, 8)

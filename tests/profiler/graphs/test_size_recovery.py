@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pplan.profiler.graphs.exporting import export_graph
-from pplan.profiler.graphs.graph import graph_module
-from pplan.profiler.graphs.size_recovery import TrialValues, describe_tensors, device_of, recover_sizes
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.exporting import export_graph
+from pplan.profiler.graph import TrialValues, describe_tensors, device_of, graph_module, recover_sizes
+from pplan.profiler.user_model import ModelInput
 
 BATCHES = (2, 3, 7)
 

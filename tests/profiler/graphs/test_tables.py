@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import LayerChain, build_chain
+from pplan.profiler.layers import LayerChain, build_chain, sequential
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sequential import sequential
 
 WIDTH, LENGTH, BLOCKS = 8, 6, 4
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.graphs.tracing import trace_symbolically
-from pplan.profiler.sequential import sequential
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.layers import build_chain, sequential
+from pplan.profiler.tracing import trace_symbolically
+from pplan.profiler.user_model import ModelInput
 
 
 class Arguments(nn.Module):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.layers import build_chain, sequential
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.sequential import sequential
 
 
 class Rounded(torch.autograd.Function):

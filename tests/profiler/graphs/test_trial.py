@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.layers import build_chain
 
 
 class Clips(nn.Module):

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, PplanError, UsageError
-from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import ProfileImportOptions
 
 TABLE = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\nembed,1,2,4000,800\nhead,3,6,400,80\n"
 SIZES = (

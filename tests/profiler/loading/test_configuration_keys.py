@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pplan.profiler.loading.configuration_keys import in_proportion, lists_of_layers
-from pplan.profiler.loading.transformers_models import TransformersModel, load_transformers
+from pplan.profiler.configuration import in_proportion, lists_of_layers
+from pplan.profiler.transformers_models import TransformersModel, load_transformers
 
 pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.loading.factories import call_factory
+from pplan.profiler.models import call_factory
 
 _numbers = itertools.count()
 _TEXT = """

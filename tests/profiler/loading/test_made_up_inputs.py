@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.loading.transformers_models import load_transformers
+from pplan.profiler.transformers_models import load_transformers
 
 pytest.importorskip("transformers")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pplan.profiler.loading.repeated_blocks import block_patterns, registration_order
+from pplan.profiler.transformers_models import block_patterns, registration_order
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import sys
 import torchvision
 
 import pplan
-from pplan.profiler.loading.torchvision_names import list_torchvision_names
+from pplan.profiler.names import list_torchvision_names
 
 
 def test_all_names() -> None:

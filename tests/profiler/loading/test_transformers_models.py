@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pplan.cost_models.errors import FileError, MachineError, ModelError, PplanError, UsageError
-from pplan.profiler.loading import transformers_models
-from pplan.profiler.loading.transformers_models import TransformersModel, load_transformers
+from pplan.profiler import transformers_models
+from pplan.profiler.transformers_models import TransformersModel, load_transformers
 
 transformers: Any = pytest.importorskip("transformers")
 

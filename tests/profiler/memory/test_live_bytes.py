@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.memory.live_bytes import (
+from pplan.profiler.memory import (
     AllocatorBytes,
     CpuAllocations,
     LiveBytes,

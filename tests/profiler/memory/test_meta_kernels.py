@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from pplan.profiler.memory import meta_kernels
-from pplan.profiler.memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
+from pplan.profiler import meta_device
+from pplan.profiler.meta_device import attention_as_on_the_cpu, kernels_as_on_a_gpu
 
 ATEN: Any = torch.ops.aten.scaled_dot_product_attention.default
 CAUSAL = 2 * 4 * 64 * 4 * (4 * 32 + 1)
@@ -179,7 +179,7 @@ def test_without_a_name_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert missing == f"torch {torch.__version__} has no torch._fused_sdp_choice"
         plain = saved(F.scaled_dot_product_attention, tensors("meta", 2, 4, 64, 32), is_causal=True)[0]
     assert plain > CAUSAL
-    assert not meta_kernels._libraries
+    assert not meta_device._libraries
 
 
 ROWS, WIDTH = 2 * 4 * 64, 32

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler.chain import block_rows
-from pplan.profiler.memory import meta_operations, meta_results
-from pplan.profiler.memory.meta_results import MetaResults, run_on_meta
+from pplan.profiler import meta_device, repeated_layers
+from pplan.profiler.meta_device import MetaResults, run_on_meta
 
 aten: Any = torch.ops.aten
 
@@ -79,12 +78,12 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 
 def test_a_remembered_result_is_that_of_the_operation() -> None:
-    meta_results._recipes.clear()
+    meta_device._recipes.clear()
     for _ in range(3):
         for func, args, kwargs in CALLS:
             remembered = run_on_meta(func, args, kwargs)
             assert layouts(remembered, args) == layouts(func(*args, **kwargs), args), (func, args)
-    recipes = meta_results._recipes.values()
+    recipes = meta_device._recipes.values()
     assert any(recipe is None for recipe in recipes)
     assert sum(recipe is not None for recipe in recipes) > len(CALLS) // 2
 
@@ -110,11 +109,11 @@ def test_other_devices_are_left_alone() -> None:
 
 
 def test_few_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_results, "_MOST", 3)
-    meta_results._recipes.clear()
+    monkeypatch.setattr(meta_device, "_MOST", 3)
+    meta_device._recipes.clear()
     for size in range(1, 9):
         assert run_on_meta(aten.mul.Tensor, (meta(size), 2), {}).shape == (size,)
-    assert len(meta_results._recipes) <= 3
+    assert len(meta_device._recipes) <= 3
 
 
 class Block(nn.Module):
@@ -144,7 +143,7 @@ def test_profiles_are_those_of_operations_that_run(
 ) -> None:
     model, example = whole_model(name)
     remembered = pplan.profile(model, example, device=device, micro_batch_sizes=[2, 4])
-    monkeypatch.setattr(meta_operations, "run_on_meta", run_each_time)
+    monkeypatch.setattr(meta_device, "run_on_meta", run_each_time)
     each = pplan.profile(model, example, device=device, micro_batch_sizes=[2, 4])
     assert remembered.model_dump(exclude={"made_by"}) == each.model_dump(exclude={"made_by"})
 
@@ -156,9 +155,9 @@ def test_a_transformer_is_that_of_operations_that_run(monkeypatch: pytest.Monkey
     sizes = {"layers": 14, "hidden": 64, "heads": 4, "sequence": 16, "vocabulary": 100}
     options: Any = {"settings": sizes, "device": "analytic:h100", "micro_batch_sizes": [2]}
     remembered = pplan.profile("hf:llama", **options)
-    monkeypatch.setattr(meta_operations, "run_on_meta", run_each_time)
-    monkeypatch.setattr(meta_results, "run_on_meta", run_each_time)
-    monkeypatch.setattr(block_rows, "_WORTH_IT", 10**6)
+    monkeypatch.setattr(meta_device, "run_on_meta", run_each_time)
+    monkeypatch.setattr(meta_device, "run_on_meta", run_each_time)
+    monkeypatch.setattr(repeated_layers, "_WORTH_IT", 10**6)
     each = pplan.profile("hf:llama", **options)
     assert remembered.model_dump(exclude={"made_by"}) == each.model_dump(exclude={"made_by"})
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pplan.cost_models.memory import StageBytes, Training
 from pplan.cost_models.optimizers import Precision, StepKernels
-from pplan.profiler.memory.live_bytes import LiveBytes
+from pplan.profiler.memory import LiveBytes
 
 SIZES = (30_000, 100_000, 100_000, 20_000)
 """The two largest in a row: a loop still has the last temporaries of one when it makes those of the next."""

@@ -11,15 +11,24 @@ import torchvision
 from torch import Tensor, nn
 
 from pplan.cost_models.memory import workspace_before_loss
-from pplan.profiler.chain.layers import Layer, build_chain
+from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.losses import load_loss
 from pplan.profiler.measure import profile_model
-from pplan.profiler.memory.live_bytes import CpuAllocations, LiveBytes, Meter, build_meter, lasting
-from pplan.profiler.memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
-from pplan.profiler.offload.fitting import count_pass
-from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
+from pplan.profiler.memory import (
+    CpuAllocations,
+    LiveBytes,
+    LossWorkspace,
+    Meter,
+    StepMemory,
+    Workspace,
+    build_meter,
+    lasting,
+    peak_of_step,
+)
+from pplan.profiler.passes import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.user_model.losses import load_loss
+from pplan.profiler.segments import count_pass
 from tests.stage_bytes import stage_workspace
 
 

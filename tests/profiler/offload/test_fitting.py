@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError
-from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.memory.meta_kernels import kernels_as_on_a_gpu
-from pplan.profiler.offload.fitting import LayerNeeds, count_needs, layer_needs, plan_segments
-from pplan.profiler.user_model.loaded_model import copy_to_meta
-from pplan.profiler.user_model.losses import Loss, load_loss
+from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.losses import Loss, load_loss
+from pplan.profiler.meta_device import kernels_as_on_a_gpu
+from pplan.profiler.segments import LayerNeeds, count_needs, layer_needs, plan_segments
+from pplan.profiler.user_model import copy_to_meta
 
 RESERVE = 1.05
 

@@ -13,19 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.memory.live_bytes import LiveBytes, Meter, build_meter, lasting
-from pplan.profiler.memory.workspace import StepMemory
-from pplan.profiler.offload import segmented as segmented_module
-from pplan.profiler.offload.boundary import Boundary
-from pplan.profiler.offload.fitting import count_loss, count_pass, layer_needs, loss_bytes, plan_segments
-from pplan.profiler.offload.segmented import DeviceMover, SegmentedMeasurement, SegmentedRun
-from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import SavedBytes
-from pplan.profiler.sequential import as_sequential
-from pplan.profiler.user_model.losses import load_loss
-from pplan.profiler.user_model.shared_parameters import ReusedModule
+from pplan.profiler import segments as segmented_module
+from pplan.profiler.clocks import CpuClock
+from pplan.profiler.layer_sequential import ReusedModule
+from pplan.profiler.layers import Layer, as_sequential, build_chain
+from pplan.profiler.losses import load_loss
+from pplan.profiler.memory import LiveBytes, Meter, StepMemory, build_meter, lasting
+from pplan.profiler.passes import OutputGradients, SavedBytes, run_layers
+from pplan.profiler.segments import (
+    Boundary,
+    DeviceMover,
+    SegmentedMeasurement,
+    count_loss,
+    count_pass,
+    layer_needs,
+    loss_bytes,
+    plan_segments,
+)
+from pplan.profiler.size_run import SizeResult
 
 MakeModel = Callable[[], nn.Sequential]
 
@@ -55,7 +60,7 @@ class Recorded:
 
 def segmented(
     layers: Sequence[Layer], given: Any, cuts: Sequence[int], clock: Any = None, rounds: int = 1
-) -> tuple[SegmentedRun, Recorded]:
+) -> tuple[SizeResult, Recorded]:
     mover = Recorded()
     ends = [*cuts, len(layers)]
     segments = [range(a, b) for a, b in zip([0, *cuts], ends, strict=True)]
@@ -150,18 +155,20 @@ def test_times_are_joined_and_the_note_says_how(clock: Any, takes: Any) -> None:
     model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 5), takes(clock, 7, 11))
     layers = build_chain(model, torch.ones(2, 4)).layers
     run, _ = segmented(layers, torch.ones(2, 4), [1, 2], clock, rounds=4)
-    assert len(run.times) == 4
-    for times in run.times:
+    assert len(run.rounds.layers) == 4
+    for times in run.rounds.layers:
         assert times.forward.tolist() == [2, 6, 14]
         assert times.backward.tolist() == [4, 10, 22]
         assert times.forward_host is None
-    assert run.note == f"does not fit on cpu whole: measured in 3 segments{UNHELD}"
+    segments = [range(1), range(1, 2), range(2, 3)]
+    note = SegmentedMeasurement(layers, segments, CPU, clock, 0).note
+    assert note == f"does not fit on cpu whole: measured in 3 segments{UNHELD}"
 
 
 def test_host_times_are_joined(device_clock: Any, takes: Any) -> None:
     model = nn.Sequential(takes(device_clock, 1, 2), takes(device_clock, 4, 8))
     layers = build_chain(model, torch.ones(1, 4)).layers
-    (times,) = segmented(layers, torch.ones(1, 4), [1], device_clock)[0].times
+    (times,) = segmented(layers, torch.ones(1, 4), [1], device_clock)[0].rounds.layers
     assert times.forward_host is not None
     assert times.forward_host.tolist() == [0.25, 1]
 
@@ -310,8 +317,10 @@ def test_a_loss_ends_the_last_segment() -> None:
     run = runner.measure(torch.ones(2, 4), 1)
     assert run.loss_output_bytes == 4
     assert run.loss_saved_bytes > 0
-    assert run.times[0].loss is not None
-    assert len(run.saved_bytes) == len(run.backward_workspace_bytes) == len(run.times[0].backward) == 3
+    assert run.rounds.layers[0].loss is not None
+    assert (
+        len(run.saved_bytes) == len(run.backward_workspace_bytes) == len(run.rounds.layers[0].backward) == 3
+    )
 
 
 def test_every_layer_is_visited_once() -> None:

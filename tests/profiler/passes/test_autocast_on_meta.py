@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from pplan.profiler.passes.autocast_on_meta import AutocastOnMeta
+from pplan.profiler.modes import AutocastOnMeta
 from pplan.profiler.structure import as_on_the_cpu
 
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.passes.backward_parts import PartTimes, run_parts
-from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.launch_lead import LeadTuner
-from pplan.profiler.passes.timing import OutputGradients, run_whole
-from pplan.profiler.torch_internals import backward_parts
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.clocks import CpuClock, LeadTuner
+from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.passes import OutputGradients, run_whole
+from pplan.profiler.timed_passes import PartTimes, run_parts
+from pplan.profiler.torch_private import backward_parts
+from pplan.profiler.user_model import ModelInput
 
 
 def in_order(*modules: nn.Module) -> list[Layer]:

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler import clocks
+from pplan.profiler.clocks import Direction, DirectionTimes, LeadTuner
+from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.passes import launch_lead
-from pplan.profiler.passes.launch_lead import Direction, DirectionTimes, LeadTuner
-from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, stamped_layers
-from pplan.profiler.passes.timed_passes import link_sizes
-from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.size_passes import SizePasses
-from pplan.profiler.size_run import SizeRun
-from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.profiler.whole_sweep import WholeSweep
+from pplan.profiler.passes import LayerStamps, LayerTimes, OutputGradients, run_layers, stamped_layers
+from pplan.profiler.size_run import SizePasses, SizeRun
+from pplan.profiler.size_sweep import WholeSweep
+from pplan.profiler.timed_passes import link_sizes
+from pplan.profiler.user_model import LoadedModel, ModelInput
 
 DEPTH = 1024
 """Launches that a stream takes ahead."""
@@ -34,7 +32,7 @@ Seconds = tuple[float, float] | tuple[float, float, int]
 @pytest.fixture(autouse=True)
 def _longer_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed by hand here takes whole seconds."""
-    monkeypatch.setattr(launch_lead, "LONGEST", 100.0)
+    monkeypatch.setattr(clocks, "LONGEST", 100.0)
 
 
 class Queue:
@@ -375,7 +373,7 @@ def test_a_host_that_does_more_between_the_layers_than_in_them() -> None:
 
 
 def test_a_hold_has_an_end_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_lead, "LONGEST", 0.5)
+    monkeypatch.setattr(clocks, "LONGEST", 0.5)
     queue = Queue()
     model = nn.Sequential(*(Launches(queue, (0.1, 1), (0.01, 0.1)) for _ in range(3)))
     leads = settled(model, queue)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, UsageError
-from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.layers import build_chain
 from pplan.profiler.measure import profile_model
-from pplan.profiler.passes.modes import Modes, compiler_failure
-from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import CompositeWatcher
+from pplan.profiler.modes import Modes, compiler_failure
+from pplan.profiler.passes import CompositeWatcher, OutputGradients, run_layers
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.user_model import ModelInput
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -46,7 +45,7 @@ def test_cudnn_looks_for_kernels_while_it_is_measured() -> None:
 
 _FLAGS = """
 import os, sys, torch
-from pplan.profiler.passes.modes import Modes
+from pplan.profiler.modes import Modes
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 
 def old(one):

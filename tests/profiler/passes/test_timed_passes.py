@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pplan.profiler.passes.backward_parts import PartTimes
-from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes
-from pplan.profiler.passes.timed_passes import TimedPasses, link_sizes, spread
-from pplan.profiler.passes.timing import WholeTimes
+from pplan.profiler.passes import LayerTimes, LossTimes, WholeTimes
+from pplan.profiler.timed_passes import PartTimes, TimedPasses, link_sizes, spread
 
 
 def rounds() -> TimedPasses:

@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.passes import clocks
-from pplan.profiler.passes.clocks import CpuClock, CudaClock
-from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, LossTimes
-from pplan.profiler.passes.timed_passes import TimedPasses
-from pplan.profiler.passes.timing import (
+from pplan.profiler import clocks
+from pplan.profiler.clocks import CpuClock, CudaClock
+from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.losses import Loss
+from pplan.profiler.passes import (
+    LayerStamps,
+    LayerTimes,
+    LossTimes,
     OutputGradients,
     WholeTimes,
     run_layers,
     run_whole,
     time_gradient_adding,
 )
-from pplan.profiler.user_model.failures import is_out_of_memory
-from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.profiler.user_model.losses import Loss
+from pplan.profiler.timed_passes import TimedPasses
+from pplan.profiler.user_model import ModelInput, is_out_of_memory
 
 
 def one_pass(model: nn.Module, given: Tensor, clock: Any) -> LayerTimes:

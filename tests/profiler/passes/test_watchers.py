@@ -9,10 +9,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.passes.timing import OutputGradients, run_layers
-from pplan.profiler.passes.watchers import CompositeWatcher, SavedBytes
-from pplan.profiler.user_model.losses import load_loss
+from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.losses import load_loss
+from pplan.profiler.passes import CompositeWatcher, OutputGradients, SavedBytes, run_layers
 
 
 class Listens:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.graphs import tracing, trial
-from pplan.profiler.user_model.loaded_model import _is_json, copy_model, copy_to_host, copy_to_meta
+from pplan.profiler import tracing, trial
+from pplan.profiler.layers import build_chain
+from pplan.profiler.user_model import _is_json, copy_model, copy_to_host, copy_to_meta
 
 
 class Kept(nn.Parameter):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.passes.timing import OutputGradients
-from pplan.profiler.user_model.losses import Loss, load_loss
+from pplan.profiler.losses import Loss, load_loss
+from pplan.profiler.passes import OutputGradients
 
 
 def named(name: str, seed: int = 0) -> Loss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pplan.profiler.user_model.seeding import noise
+from pplan.profiler.user_model import noise
 
 
 @pytest.mark.parametrize("default", ["cuda", "meta", "cpu"])

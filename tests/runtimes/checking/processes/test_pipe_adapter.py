@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pplan.profiler.passes.clocks import CpuClock
+from pplan.profiler.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.processes import adapters as action_stamps
 from pplan.runtimes.checking.processes.adapters import PartitionStamps

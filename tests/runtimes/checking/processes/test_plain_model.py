@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.profiler.user_model.loaded_model import ModelInput
+from pplan.profiler.user_model import ModelInput
 from pplan.runtimes.checking.processes.trained_model import (
     LEARNING_RATE,
     plain_losses,

@@ -1,1 +1,0 @@
-"""A model as a chain of layers, and the parameters that several layers share."""

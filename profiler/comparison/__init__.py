@@ -1,1 +1,0 @@
-"""Whether the layers of a model compute what the model does: outputs, gradients, buffers, random numbers."""

@@ -1,0 +1,195 @@
+"""Names of models: torchvision's, and which ones a file may name. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..cost_models.errors import ModelError
+from ..cost_models.quantities import either
+from .profile_file import Profile
+
+# Names of torchvision's models, read from its files: importing it takes seconds.
+
+_REGISTERED = re.compile(
+    r'^@register_model\((?:(?:name=)?"(\w+)")?\)\n(?:@[^\n]*\n(?:[ )][^\n]*\n)*)*def (\w+)', re.MULTILINE
+)
+"""A function that builds a model, with the name that is registered where it is another one."""
+
+
+def refuse_unknown_name(name: str) -> None:
+    """Refuse a name that no model can have, before torch is imported.
+
+    Args:
+        name: The name of a model. Files of transformers, factories, and files or modules that exist pass.
+
+    Raises:
+        ModelError: torchvision is installed and has no model of this name.
+    """
+    names, is_other = list_torchvision_names(), not name.isidentifier() or Path(name).exists()
+    if not names or is_other or name.lower() in names or Path(f"{name}.py").exists() or find_spec(name):
+        return
+    raise unknown_name(name, names)
+
+
+def list_torchvision_names() -> list[str]:
+    """List the names of the models that the installed torchvision registers; empty without torchvision."""
+    if (spec := find_spec("torchvision")) is None:
+        return []
+    paths = [Path(folder) / "models" for folder in spec.submodule_search_locations or ()]
+    texts = [file.read_text(encoding="utf-8") for path in paths for file in path.rglob("*.py")]
+    return sorted(name or function for text in texts for name, function in _REGISTERED.findall(text))
+
+
+def unknown_name(name: str, names: Collection[str]) -> ModelError:
+    """Make the error for a name that is none of `names`, with the nearest."""
+    near = difflib.get_close_matches(name.lower(), sorted(names), n=3, cutoff=0.5)
+    return ModelError(
+        f"model {name!r}: torchvision has no model of this name",
+        (f"Did you mean {either(near)}? " if near else "")
+        + "A model of your own is named package.module:factory, one of transformers hf:NAME.",
+    )
+
+
+# Which model is built again for a profile. A file may name those of torchvision and transformers, by names
+# and sizes that are no code, no path and no address; anything else is built only where the user names it.
+#
+# Needs no torch: whether such a name exists is seen where it is built (`load_model(..., known_only=True)`).
+
+LOSSES = ("cross-entropy", "mse", "none")
+"""Names of losses that are no code of the user's."""
+TRANSFORMERS = "hf:"
+MOST_CHARACTERS = 80
+"""Characters of a name in a file that an error shows."""
+
+_TORCHVISION = re.compile(r"[A-Za-z0-9_]{1,100}")
+_OF_TRANSFORMERS = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9_-]{0,99}(?:\.[0-9]{1,3})?")
+_FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_KEY = re.compile(r"[a-z][a-z0-9_]{0,99}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
+_LEADS_OUTSIDE = re.compile(
+    "remote|trust|auto_map|hub|kernels|implementation|backbone|timm|pretrained|checkpoint|quantiz|architecture"
+    "|download|local_files|model_type"
+)
+"""Parts of keys with which a configuration has other code, weights or places looked up."""
+_WORDS_FOR = ("act", "activation", "position_embedding_type", "layer_types", "feed_forward_proj", "norm_type")
+"""Keys, or what they end with, whose values are words."""
+_DEEPEST = 3
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model to be built: its name, and what its factory or configuration is given.
+
+    `by_user`: the name is from the command line or from Python, not from a file.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    by_user: bool = False
+
+
+def model_for(profile: Profile, model: str | None, settings: Mapping[str, Any]) -> NamedModel:
+    """`model` with `settings`, as the user names them; where `model` is None the profile's own, with
+    `settings` on top of its own.
+
+    Raises ModelError where the profile names code, a path, or settings that lead to any.
+    """
+    if model is not None:
+        return NamedModel(model, dict(settings), by_user=True)
+    name = profile.model
+    if not may_name(name):
+        raise _refused(f"the profile names the model {quote_name(name)}", profile)
+    if name.startswith(TRANSFORMERS):
+        for key, value in profile.settings.items():
+            if not _is_size(key, value):
+                raise _refused(f"the profile gives {quote_name(name)} the setting {quote_name(key)}", profile)
+    elif profile.settings:
+        key = next(iter(profile.settings))
+        raise _refused(
+            f"the profile gives {quote_name(name)}, which takes none, the setting {quote_name(key)}", profile
+        )
+    return NamedModel(name, {**profile.settings, **settings})
+
+
+def loss_for(profile: Profile, loss: str | None) -> str:
+    """`loss`, as the user names it; where it is None, the profile's. Raises ModelError where that is code."""
+    if loss is not None:
+        return loss
+    own = "none" if profile.loss is None else profile.loss.name
+    if own not in LOSSES:
+        typed = own if _FACTORY.fullmatch(own) and len(own) <= MOST_CHARACTERS else "package.module:function"
+        raise ModelError(
+            f"the profile names the loss {quote_name(own)}: a file's word runs no code",
+            f"Name it yourself, if it is yours: loss={typed!r}; or one of {', '.join(LOSSES)}.",
+        )
+    return own
+
+
+def input_function_for(profile: Profile, input_like: str | None) -> str | None:
+    """`input_like`, as the user names it; None where the model was profiled without. Raises ModelError where
+    only the profile names it."""
+    own = profile.input_like
+    if input_like is None and own is not None:
+        typed = own if _FACTORY.fullmatch(own) and len(own) <= MOST_CHARACTERS else "package.module:function"
+        raise ModelError(
+            f"the profile names the function of its input {quote_name(own)}: a file's word runs no code",
+            f"Name it yourself, if it is yours: input_like={typed!r}.",
+        )
+    return input_like
+
+
+def may_name(name: str) -> bool:
+    """Whether a file may name this model: as torchvision's and transformers' are called."""
+    return (_TORCHVISION.fullmatch(name) or _OF_TRANSFORMERS.fullmatch(name)) is not None
+
+
+def quote_name(text: str) -> str:
+    """A name out of a file as an error shows it: in quotes, ASCII with everything else escaped, cut."""
+    quoted = ascii(text[:MOST_CHARACTERS])
+    return f"{quoted}…" if len(text) > MOST_CHARACTERS else quoted
+
+
+def _is_size(key: str, value: object) -> bool:
+    """Whether a setting is a number, a switch or a word of a configuration's own, and leads nowhere else."""
+    if not _KEY.fullmatch(key) or _LEADS_OUTSIDE.search(key):
+        return False
+    return _is_plain(value, 0, words=key.endswith(_WORDS_FOR))
+
+
+def _is_plain(value: object, depth: int, *, words: bool) -> bool:
+    if value is None or isinstance(value, bool | int | float):
+        return True
+    if isinstance(value, str):
+        return words and _WORD.fullmatch(value) is not None
+    if isinstance(value, list) and depth < _DEEPEST:
+        return all(_is_plain(item, depth + 1, words=words) for item in value)
+    return False
+
+
+def _refused(what: str, profile: Profile) -> ModelError:
+    return ModelError(f"{what}: a file's word runs no code", _typed(profile))
+
+
+def _typed(profile: Profile) -> str:
+    """What the user types to have it built all the same."""
+    name, settings = profile.model, profile.settings
+    plain = (
+        all(_KEY.fullmatch(key) and _fits(value) for key, value in settings.items()) and len(settings) <= 6
+    )
+    if len(name) <= MOST_CHARACTERS and plain and (_FACTORY.fullmatch(name) or may_name(name)):
+        settings_text = f", settings={dict(settings)!r}" if settings else ""
+        return f"Name it yourself, if you know and trust it: model={name!r}{settings_text}"
+    return "Name the model yourself: model='package.module:factory', with its `settings`."
+
+
+def _fits(value: object) -> bool:
+    """Whether a setting's value may stand in the line that is proposed."""
+    if isinstance(value, str):
+        return len(value) <= MOST_CHARACTERS // 2 and value.isascii() and value.isprintable()
+    return value is None or isinstance(value, bool | int | float)

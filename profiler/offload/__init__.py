@@ -1,1 +1,0 @@
-"""A model that does not fit on its device whole: measured segment by segment, the rest on the host."""

@@ -1,1 +1,0 @@
-"""The user's model: its input, its loss, copies of it, and what may fail in its code."""
