@@ -41,11 +41,7 @@ _VERIFYING = 0.2
 class MeasurementLimits:
     """What is measured of it, and how long."""
 
-    sizes: tuple[int, ...] | None
-    budget_seconds: float
-    rounds: int | None
-    parts: bool
-    memory_bytes: int | None
+    request: Request
     progress: Callable[[Progress], None] | None
     estimate_for: AnalyticTarget | None = None
     profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
@@ -54,20 +50,9 @@ class MeasurementLimits:
     """By the clock; loading is before it."""
 
     @property
-    def request(self) -> Request:
-        """What a profile that was kept must have been asked for."""
-        return Request(
-            sizes=self.sizes,
-            budget_seconds=self.budget_seconds,
-            rounds=self.rounds,
-            parts=self.parts,
-            memory_bytes=self.memory_bytes,
-        )
-
-    @property
     def smallest(self) -> int:
         """The micro-batch size that comes first."""
-        return self.sizes[0] if self.sizes else 1
+        return self.request.sizes[0] if self.request.sizes else 1
 
 
 def profile_model(
@@ -127,11 +112,13 @@ def profile_model(
         cache=settings.cache and may_cache, resume=settings.resume and may_cache, remark=remark
     )
     limits = MeasurementLimits(
-        sizes,
-        settings.budget_seconds,
-        rounds,
-        parts,
-        memory_bytes,
+        Request(
+            sizes=sizes,
+            budget_seconds=settings.budget_seconds,
+            rounds=rounds,
+            parts=parts,
+            memory_bytes=memory_bytes,
+        ),
         progress,
         estimate_for,
         profile_cache,
@@ -163,7 +150,7 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
     try:
         return _in_one(loaded, setup, limits)
     except DoesNotFit:
-        if setup.device.type != "cuda" and limits.memory_bytes is None:
+        if setup.device.type != "cuda" and limits.request.memory_bytes is None:
             raise
     # Only here, behind the except block, is nothing held by the traceback any more.
     release(setup.device)
@@ -173,16 +160,16 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
 def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures with the whole model on the device. Raises DoesNotFit."""
     subject = build_target(loaded, setup, limits.smallest)
-    _check_fits(subject, limits.smallest, limits.memory_bytes)
+    _check_fits(subject, limits.smallest, limits.request.memory_bytes)
 
-    sweep = partial(WholeSweep, parts=limits.parts, memory_bytes=limits.memory_bytes)
+    sweep = partial(WholeSweep, parts=limits.request.parts, memory_bytes=limits.request.memory_bytes)
     return _sweep_profile(subject, limits, sweep)
 
 
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures with only a part of the weights on the device at a time. This keeps no journal."""
     subject = build_target(loaded, setup, limits.smallest, host=True)
-    free = partial(_usable_bytes, setup.device, limits.memory_bytes)
+    free = partial(_usable_bytes, setup.device, limits.request.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
 
 
@@ -192,7 +179,12 @@ def _sweep_profile(
     """The profile, from the cache or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
-        sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
+        sweep_limits = (
+            limits.request.sizes,
+            limits.request.budget_seconds,
+            limits.request.rounds,
+            limits.progress,
+        )
         earlier = subject.clock.now() - limits.begun + subject.loaded.loading_seconds
         sweep = kind(subject, *sweep_limits, journal, limits.remark, earlier)
         sweep.measure()
@@ -242,7 +234,7 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     target = limits.estimate_for
     kernels = None if target is None else target.kernels
     # Not at size 1, which batch norm refuses.
-    size = (limits.sizes or SIZES)[-1]
+    size = (limits.request.sizes or SIZES)[-1]
     for few in (True, False):
         subject = build_target(loaded, setup, limits.smallest, few_blocks=few)
         with (kernels or as_on_the_cpu)():
@@ -253,9 +245,9 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     memory = None if target is None else target.roofline.memory_bytes
     estimates = target is not None
     results, refused, notes = count_structure(
-        blocks, limits.sizes, kernels, limits.progress, memory, operations=estimates
+        blocks, limits.request.sizes, kernels, limits.progress, memory, operations=estimates
     )
-    notes += left_notes(refused, limits.sizes)
+    notes += left_notes(refused, limits.request.sizes)
     if target is not None:
         return estimate(blocks, results, refused, notes, target)
     return build_profile(subject, results, refused, notes)

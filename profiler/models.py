@@ -371,7 +371,12 @@ def _loaded(
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
         kind = name.removeprefix(_TRANSFORMERS)
-        loaded = _from_transformers(kind, settings or {}, batch, seed, on_meta=on_meta, known_only=known_only)
+        from .transformers_models import load_transformers
+
+        device = "meta" if on_meta else "cpu"
+        loaded = load_transformers(
+            kind, settings or {}, seed=seed, device=device, known_only=known_only, batch=batch
+        )
         return dataclasses.replace(loaded, input_like=input_like)
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
@@ -434,30 +439,6 @@ def _refuse(name: str, why: str, **options: object) -> None:
     for option, value in options.items():
         if value is not None:
             raise UsageError(f"{option}={value!r}: {name} {why}", f"Omit `{option}`.")
-
-
-def _from_transformers(
-    name: str,
-    settings: Mapping[str, object],
-    batch: ModelInput | None,
-    seed: int,
-    *,
-    on_meta: bool,
-    known_only: bool,
-) -> LoadedModel:
-    from .transformers_models import load_transformers
-
-    device = "meta" if on_meta else "cpu"
-    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only, batch=batch)
-    return LoadedModel(
-        loaded.module,
-        loaded.name,
-        loaded.example,
-        loss=loaded.loss,
-        granularity=loaded.granularity,
-        settings=settings,
-        notes=loaded.notes,
-    )
 
 
 def _from_factory(

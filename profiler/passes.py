@@ -48,6 +48,20 @@ class Watcher(Protocol):
     def backward_ends(self) -> None: ...
 
 
+class IdleWatcher:
+    """Watches nothing."""
+
+    def before(self, index: int, layer_input: Any) -> None: ...
+
+    def after(self, index: int, output: Any) -> None: ...
+
+    def backward_starts(self) -> None: ...
+
+    def gradient(self, index: int, gradient: Tensor) -> None: ...
+
+    def backward_ends(self) -> None: ...
+
+
 class CompositeWatcher:
     """Tells several watchers of the same pass, each in the order given."""
 
@@ -75,7 +89,7 @@ class CompositeWatcher:
             watcher.backward_ends()
 
 
-class SavedBytes:
+class SavedBytes(IdleWatcher):
     """The watcher that counts saved bytes, for a pass run inside `hooks()`.
 
     Each storage is counted once, whole, for the first layer that saves it or a view of it; those of
@@ -128,12 +142,6 @@ class SavedBytes:
         self._alive.clear()
         self._nodes.clear()
         self._is_forward = False
-
-    def gradient(self, index: int, gradient: Tensor) -> None:
-        pass
-
-    def backward_ends(self) -> None:
-        pass
 
     def _pack_attributes(self, nodes: list[Any]) -> None:
         """Of the nodes of the graph that were made since the last call."""

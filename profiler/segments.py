@@ -20,11 +20,12 @@ from .clocks import Clock, LeadTuner
 from .layer_sequential import LayerSequential, modules_used, tensors_used
 from .layers import Layer, LayerChain, build_chain
 from .losses import Loss
-from .memory import LiveBytes, LossWorkspace, Meter, Workspace, build_meter, lasting, storages
+from .memory import LiveBytes, Meter, Workspace, build_meter, lasting, storages
 from .meta_device import attention_as_on_the_cpu, kernels_on
 from .passes import (
     CompositeWatcher,
     Context,
+    IdleWatcher,
     LayerTimes,
     OutputGradients,
     SavedBytes,
@@ -203,7 +204,8 @@ def count_needs(
         behind = _loss_counted(model, layers, inputs, gradients, meter, loss)
     saved_bytes, workspace = list(saved.saved_bytes), list(counted.memory(saved.saved_bytes).workspace)
     if behind is not None:
-        of_loss, loss_saved = loss_bytes(*behind), behind[0].loss_saved_bytes
+        loss_saved = behind[0].loss_saved_bytes
+        of_loss = behind[1].loss(behind[0].saved_bytes, loss_saved)
         saved_bytes[-1] += loss_saved
         workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
     return layer_needs(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
@@ -221,7 +223,7 @@ def _loss_counted(
     if loss is None:
         return None
     try:
-        return count_loss(model, layers, inputs, gradients, meter, loss)
+        return count_pass(model, layers, inputs, gradients, meter, loss)
     except ModelError:
         return None
 
@@ -288,45 +290,26 @@ def _needs_from(first: int, layers: Sequence[LayerNeeds], input_bytes: int) -> I
         yield round((weights + input_bytes_here + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
 
 
-def count_loss(
+def count_pass(
     model: nn.Module,
     layers: Sequence[Layer],
     inputs: Any,
     gradients: OutputGradients,
     meter: Meter,
-    loss: Loss,
-    context: Context = nullcontext,
-) -> tuple[SavedBytes, Workspace]:
-    """What `loss_bytes` takes, from one untimed pass which the loss ends.
-
-    As `count_pass`. The targets are made in this pass: they belong to the loss' workspace.
-    """
-    own = loss.without_targets()
-    saved = SavedBytes(model, len(layers))
-    workspace = Workspace(model, len(layers), meter, tensors_in(inputs))
-    with saved.hooks():
-        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace), loss=own, context=context)
-    return saved, workspace
-
-
-def loss_bytes(saved: SavedBytes, workspace: Workspace) -> LossWorkspace:
-    """The bytes of the loss that `count_loss` ran, when its meter can be read."""
-    return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
-
-
-def count_pass(
-    model: nn.Module, layers: Sequence[Layer], inputs: Any, gradients: OutputGradients, meter: Meter
+    loss: Loss | None = None,
 ) -> tuple[SavedBytes, Workspace]:
     """Saved and output bytes, and what tells those of the step when `meter` can be read, from one untimed
     pass, forward and backward.
 
     `meter` has been counting since before an earlier pass, which made the weights' gradients and what the
-    libraries allocate once. `inputs`: the first layer's input, a tensor or several.
+    libraries allocate once. `inputs`: the first layer's input, a tensor or several. A `loss` ends the pass;
+    its targets are made in it, and belong to its workspace.
     """
+    own = None if loss is None else loss.without_targets()
     saved = SavedBytes(model, len(layers))
     workspace = Workspace(model, len(layers), meter, tensors_in(inputs))
     with saved.hooks():
-        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace))
+        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace), loss=own)
     return saved, workspace
 
 
@@ -594,21 +577,7 @@ class _SavedBytes(SavedBytes):
         return storage_key(tensor) in self._alive
 
 
-class _IdleWatcher:
-    """Watches nothing."""
-
-    def before(self, index: int, layer_input: Any) -> None: ...
-
-    def after(self, index: int, output: Any) -> None: ...
-
-    def backward_starts(self) -> None: ...
-
-    def gradient(self, index: int, gradient: Tensor) -> None: ...
-
-    def backward_ends(self) -> None: ...
-
-
-class _LastOutput(_IdleWatcher):
+class _LastOutput(IdleWatcher):
     """Keeps on the host what the last layer returns; says before each layer which it is, and checks what it
     hands on."""
 
@@ -627,7 +596,7 @@ class _LastOutput(_IdleWatcher):
             self.value = tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output)
 
 
-class _CrossingTensors(_IdleWatcher):
+class _CrossingTensors(IdleWatcher):
     """Asks of each tensor that the last layer returns what the next segment has to know."""
 
     def __init__(self, last: int, saved: _SavedBytes) -> None:

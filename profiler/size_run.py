@@ -126,32 +126,29 @@ class SizePasses:
 
     def step_memory(self, saved: SavedBytes, operations: OperationCounter | None = None) -> StepMemory:
         """The memory of a pass without the loss, as the untouched model's pass is; and its operations."""
-        module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
-        with build_meter(device, module) as meter:
-            inputs = self._fresh_input().layer_input
-            workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
-            with _watched(workspace, operations) as watcher:
-                run_layers(self.layers, inputs, self._gradients, watcher, context=self._context)
-        return workspace.memory(saved.saved_bytes)
+        return self._workspace(operations).memory(saved.saved_bytes)
 
     def loss_workspace(
         self, saved: SavedBytes, operations: OperationCounter | None = None
     ) -> LossWorkspace | None:
         """The bytes that the loss needs for itself; None without a loss. And the operations of the pass."""
-        subject = self._subject
-        if subject.loss is None:
+        if self._subject.loss is None:
             return None
-        module, count = subject.loaded.module, len(self.layers)
-        with build_meter(subject.device, module) as meter:
+        # Its targets are of the pass.
+        workspace = self._workspace(operations, self._subject.loss.without_targets())
+        return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
+
+    def _workspace(self, operations: OperationCounter | None, loss: Loss | None = None) -> Workspace:
+        """The watcher of a pass, which a loss may end, when its meter can be read."""
+        module = self._subject.loaded.module
+        with build_meter(self._subject.device, module) as meter:
             inputs = self._fresh_input().layer_input
-            workspace = Workspace(module, count, meter, tensors_in(inputs))
-            # Its targets are of the pass.
-            loss = subject.loss.without_targets()
+            workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
             with _watched(workspace, operations) as watcher:
                 run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
-        return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
+        return workspace
 
     def peak_bytes(self) -> int:
         """Most bytes allocated in a step of the untouched model, gradients existing."""

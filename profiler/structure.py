@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..cost_models.errors import ModelError
 from .layers import Layer, LayerChain
 from .measurement_target import MeasurementTarget
 from .meta_device import ON_A_GPU, Kernels, MetaOperations, attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .operations import LayerOperations, operation_counter
-from .passes import OutputGradients, forward_layers, run_layers
+from .passes import IdleWatcher, OutputGradients, forward_layers, run_layers
 from .profile_file import Unmeasured
 from .repeated_layers import Description, OperationRecord, disjoint_rows
 from .size_run import SizeResult, SizeRun
@@ -106,7 +106,7 @@ def _are_rows(representatives: Sequence[int], descriptions: Mapping[int, Descrip
     return True
 
 
-class _Recorder(OperationRecord):  # type: ignore[no-untyped-call]
+class _Recorder(OperationRecord, IdleWatcher):  # type: ignore[no-untyped-call]
     """Describes each layer, as the watcher of a forward."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -118,12 +118,6 @@ class _Recorder(OperationRecord):  # type: ignore[no-untyped-call]
 
     def after(self, index: int, output: Any) -> None:  # noqa: ARG002
         self.end(output)
-
-    def backward_starts(self) -> None: ...
-
-    def gradient(self, index: int, gradient: Tensor) -> None: ...
-
-    def backward_ends(self) -> None: ...
 
 
 # The layers and their bytes on the meta device: exact, at no cost, and without seconds.

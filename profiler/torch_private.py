@@ -291,11 +291,6 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
     return key
 
 
-def version(tensor: Tensor) -> int:
-    """How often its values, or those of a view of them, were overwritten."""
-    return tensor._version
-
-
 def copy_as(tensor: Tensor, values: Tensor) -> Tensor:
     """`values`, of the class of `tensor` and with its attributes."""
     twin = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)

@@ -28,7 +28,7 @@ from .configuration import ConfigurationChanges, configured_size, key_names, key
 from .local_machine import free_host_bytes
 from .made_up_inputs import InputMaker
 from .torch_private import child_modules
-from .user_model import ModelInput, at_user_line, first_line, fixed_seed, is_out_of_memory
+from .user_model import LoadedModel, ModelInput, at_user_line, first_line, fixed_seed, is_out_of_memory
 
 # The blocks that a model repeats, and what comes after them: the layers its authors think in.
 #
@@ -382,20 +382,6 @@ _HEADS = (
 _WITH_DECODER = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "OBJECT_DETECTION", "IMAGE_TEXT_TO_TEXT")
 
 
-@dataclass(frozen=True, eq=False)
-class TransformersModel:
-    """A model of transformers, with what a profile needs to know of it."""
-
-    module: nn.Module
-    name: str
-    example: ModelInput
-    """Random token ids of shape (2, sequence), or images; of the keywords its forward needs."""
-    loss: str
-    granularity: str
-    """`module:` with its blocks and what follows them; `block` where it repeats none."""
-    notes: tuple[str, ...]
-
-
 def load_transformers(
     name: str,
     settings: Mapping[str, object],
@@ -404,13 +390,15 @@ def load_transformers(
     device: torch.device | str = "cpu",
     known_only: bool = False,
     batch: ModelInput | None = None,
-) -> TransformersModel:
+) -> LoadedModel:
     """The model of configuration `name`, random weights drawn from `seed`, in train mode and float32.
 
     `name` is what stands after `hf:`, a model type as `gpt2` or the path of a config.json (or of its
     folder). `settings` are `layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`, `classes`
     and keys of the configuration itself. On the device `meta` weights take no memory; the example is on the
-    CPU in any case; `batch`: the example, which is then not made up. `known_only`: `name` is a model type,
+    CPU in any case: random token ids of shape (2, sequence), or images, in the keywords its forward needs;
+    `batch`: the example, which is then not made up. Its granularity is `module:` with its blocks and what
+    follows them, or `block` where it repeats none. `known_only`: `name` is a model type,
     and no path is read. Raises ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, fixed_seed(seed):
@@ -424,11 +412,12 @@ def load_transformers(
             sequence = _sequence(module, configured.config, configured.sequence, name)
             example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
     patterns = block_patterns(module, order)
-    return TransformersModel(
+    return LoadedModel(
         module=module,
         name=f"hf:{name}",
         example=example,
         loss="cross-entropy",
+        settings=settings,
         granularity=f"module:{','.join(patterns)}" if patterns else "block",
         notes=(*configured.notes, *lacking, *_ties(module, patterns, configured.config)),
     )

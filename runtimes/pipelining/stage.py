@@ -54,7 +54,6 @@ from ...profiler.torch_private import (
     tensor_version,
     tree_flatten,
     tree_unflatten,
-    version,
 )
 from ...profiler.user_model import ModelInput, copy_model, copy_to_meta, fixed_seed, scripted_parts
 
@@ -472,7 +471,7 @@ class SavedOnHost(torch.autograd.graph.saved_tensors_hooks):
         if not _is_plain(tensor) or tensor.device != self._device or storage_key(tensor) in self._stay:
             # Detached: a saved output would otherwise hold its own graph alive in a circle.
             return tensor.detach()
-        storage, key = tensor.untyped_storage(), (storage_key(tensor), version(tensor))
+        storage, key = tensor.untyped_storage(), (storage_key(tensor), tensor_version(tensor))
         alive, copy = self._copies.get(key, (None, None))
         if copy is None or alive is None or alive() is None:  # another one may have taken its place
             copy = HostCopy(storage)

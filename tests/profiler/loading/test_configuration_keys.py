@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from pplan.profiler.configuration import in_proportion, lists_of_layers
-from pplan.profiler.transformers_models import TransformersModel, load_transformers
+from pplan.profiler.transformers_models import load_transformers
+from pplan.profiler.user_model import LoadedModel
 
 pytest.importorskip("transformers")
 
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64, "sequence": 8}
 
 
-def loaded(name: str, **more: Any) -> TransformersModel:
+def loaded(name: str, **more: Any) -> LoadedModel:
     return load_transformers(name, {**SIZES, **more}, seed=0)
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from pplan.cost_models.errors import FileError, MachineError, ModelError, PplanError, UsageError
 from pplan.profiler import transformers_models
-from pplan.profiler.transformers_models import TransformersModel, load_transformers
+from pplan.profiler.transformers_models import load_transformers
+from pplan.profiler.user_model import LoadedModel
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -23,7 +24,7 @@ _IMAGE = {"layers": 2, "hidden": 32, "heads": 4, "image_size": 32}
 _TEXT = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 100, "sequence": 12}
 
 
-def _load(name: str, settings: dict[str, Any] | None = None, seed: int = 0) -> TransformersModel:
+def _load(name: str, settings: dict[str, Any] | None = None, seed: int = 0) -> LoadedModel:
     return load_transformers(name, _TEXT if settings is None else settings, seed=seed)
 
 

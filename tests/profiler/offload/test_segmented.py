@@ -24,10 +24,8 @@ from pplan.profiler.segments import (
     Boundary,
     DeviceMover,
     SegmentedMeasurement,
-    count_loss,
     count_pass,
     layer_needs,
-    loss_bytes,
     plan_segments,
 )
 from pplan.profiler.size_run import SizeResult
@@ -404,8 +402,8 @@ def test_the_loss_workspace_is_that_of_the_whole() -> None:
     ]
     with build_meter(CPU, model) as meter:
         count_pass(model, layers, given.clone(), OutputGradients(0), meter)
-        saved, workspace = count_loss(model, layers, given.clone(), OutputGradients(0), meter, loss)
-    expected = loss_bytes(saved, workspace)
+        saved, workspace = count_pass(model, layers, given.clone(), OutputGradients(0), meter, loss)
+    expected = workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
     assert [(run.loss_saved_bytes, run.loss_workspace) for run in found] == [
         (saved.loss_saved_bytes, expected)
     ] * 2
