@@ -123,6 +123,7 @@ REMOVALS = [
     Removal("memory bound", "bound on all families", MemoryBound, "left", none),
     Removal("memory bound", "bound on all families", MemoryBound, "single", zero),
     Removal("prices", "cutting planes of the memory bound", FamilyBound, "move_prices", none),
+    Removal("first link", "two stages on many nodes", FamilyBound, "joined", zero),
     Removal("ranges", "halvings of the longest stage", bound, "NARROW", inf),
     Removal("traced plans", "plans near the bound", Incumbent, "__call__", within),
     Removal("completion bound", "memory bound at nodes", MemoryBound, "completion", none),

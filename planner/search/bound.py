@@ -54,6 +54,7 @@ from .family import (
     shared_work,
 )
 from .fill_bound import fill_bound
+from .first_link import FirstLink
 from .partial import BoundState, Expansion
 from .reach_bound import NARROW as NARROW_STEP
 from .reach_bound import ReachBound
@@ -158,6 +159,7 @@ class FamilyBound:
         self.cut, self.ends, self.host_seconds = 2 * figures.cut[keep], arrived[keep], host_seconds[keep]
         self.rooms = [figures.room[mode][keep] for mode in modes]
         self._fitting: dict[tuple[int, float], _Fitting] = {}
+        self._first_link = FirstLink(space.topology, figures.choices)
 
     def _lead(self) -> Floats:
         """(places,): least seconds until the first micro-batch arrives, on any devices."""
@@ -321,6 +323,54 @@ class FamilyBound:
             fitting.seconds + cut + paid + first,
             times * fitting.seconds + weight * cut + paid + first,
         )
+
+    def joined(self, sums: PricedSums, stages: int) -> float:
+        """Seconds that no pipeline of so many stages, two or more, is below: priced sums, of which the first
+        link and all-reduce are bounded together (`FirstLink`)."""
+        if self._first_link.node >= self.devices.sum():
+            return 0.0
+        count, paid = self.in_flight(stages), float(sums.prices @ self.devices)
+        fitting, following = self.fitting(count, sums.high), self._by_choice(sums, stages - 1)
+        first = np.flatnonzero(self.start[fitting.rows] == 0)
+        rows = fitting.rows[first]
+        _, before, pivot = (values[first] for values in self._values(fitting, count, sums.prices))
+        roles = [(before, following[1], 2)]
+        if self.may_be_pivot(stages):
+            if not self.stands_for_earlier(stages):
+                pivot = np.where(fitting.seconds[first] >= sums.low, pivot, inf)
+            roles.append((pivot + self._rounded(stages, sums.high), following[0], 2 if self.is_gpipe else 4))
+        least = self.limit / SAFE + paid
+        for values, rest, transfers in roles:
+            lowest = values + rest.min(axis=0)[self.pair[rows]]
+            for at in np.argsort(lowest).tolist():
+                if lowest[at] >= least:
+                    break
+                row, place = rows[at], int(self.pair[rows[at]])
+                second = np.flatnonzero(values[at] + rest[:, place] < least)
+                extra = self._first_link.extra_seconds(
+                    place, int(self.choice[row]), second, float(self.cut[row]) / 2, transfers
+                )
+                least = min(least, float((values[at] + rest[second, place] + extra).min()))
+        return (least - paid) * SAFE
+
+    def _by_choice(self, sums: PricedSums, remaining: int) -> tuple[Floats, Floats]:
+        """(choices, places) each: the least sums of so many stages after s, and of as many with s among them,
+        by the choice of the first of them."""
+        count = self.in_flight(remaining)
+        fitting = self.fitting(count, sums.high)
+        behind, before, pivot = self._values(fitting, count, sums.prices)
+        start, choice = self.start[fitting.rows], self.choice[fitting.rows]
+        end = self.pair[fitting.rows] - start * (self.width - 1)
+        after, whole = sums.after[remaining - 1], sums.whole[remaining - 1]
+        with_pivot = before + whole[end]
+        if self.may_be_pivot(remaining):
+            if not self.stands_for_earlier(remaining):
+                pivot = np.where(fitting.seconds >= sums.low, pivot, inf)
+            with_pivot = np.minimum(with_pivot, pivot + after[end] + self._rounded(remaining, sums.high))
+        tables = np.full((2, len(self.figures.replicas), self.places), inf)
+        np.minimum.at(tables[0], (choice, start), behind + after[end])
+        np.minimum.at(tables[1], (choice, start), with_pivot)
+        return tables[0], tables[1]
 
     def trace(self, sums: PricedSums, stages: int) -> tuple[PricedStage, ...]:
         """The pipeline of so many stages with the least priced sum; empty where there is none."""
@@ -571,6 +621,12 @@ class MemoryBound:
             if moved is None:
                 break
             prices = moved
+        while bounds.min() < self.limit and 1 < bounds.argmin() + 1 <= len(sums.bounds):
+            weakest = int(bounds.argmin())
+            raised = stages.joined(sums, weakest + 1)
+            if raised <= bounds[weakest]:
+                break
+            bounds[weakest] = raised
         return replace(item, bounds=bounds, prices=prices)
 
     def left(self, family: Family) -> list[StageRange] | None:

@@ -7,7 +7,7 @@ that r devices leave it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate, product
 from math import ceil, log2, prod
@@ -43,17 +43,27 @@ def all_reduce_pace(topology: Topology, replicas: int) -> float:
     return max(paces)
 
 
-def least_all_reduce_seconds(topology: Topology, replicas: int, bytes: Floats) -> Floats:
+def least_all_reduce_seconds(
+    topology: Topology, replicas: int, bytes: Floats, per_node: int | None = None
+) -> Floats:
     """No more than `all_reduce_seconds(topology, devices, bytes)` for any `replicas` devices or more.
 
-    It grows with `replicas`. Half of it is no more than the best reduce-scatter or all-gather.
+    It grows with `replicas`, and does not with `per_node`. Half of it is no more than the best reduce-scatter
+    or all-gather.
     """
     if replicas == 1:
         return np.zeros_like(bytes)
-    ring = _least_pass(topology, replicas, bytes, 2 * (replicas - 1) / replicas, 2 * (replicas - 1))
-    tree = _least_pass(topology, replicas, bytes, 2.0, 2 * ceil(log2(replicas)))
+    sizes = [level.size or 1 for level in topology.levels_in_use[:-1]]
+    if sizes and per_node is not None:
+        sizes[0] = min(sizes[0], per_node)
+    member_devices = list(accumulate(sizes, mul, initial=1))
+    ring = _least_pass(
+        topology, replicas, bytes, 2 * (replicas - 1) / replicas, 2 * (replicas - 1), member_devices
+    )
+    tree = _least_pass(topology, replicas, bytes, 2.0, 2 * ceil(log2(replicas)), member_devices)
     latencies = (bytes > 0).astype(np.float64)
-    lines = [pace * bytes + latency * latencies for pace, latency in _hierarchical(topology, replicas)]
+    spread = _hierarchical(topology, replicas, tuple(sizes))
+    lines = [pace * bytes + latency * latencies for pace, latency in spread]
     least: Floats = reduce(np.minimum, [ring, tree, *lines])
     return least
 
@@ -65,16 +75,21 @@ def fastest_transfer(topology: Topology) -> tuple[float, float]:
     return sum(link.bandwidth_bytes_per_second for link in links), min(link.latency_seconds for link in links)
 
 
-def _least_pass(topology: Topology, replicas: int, bytes: Floats, share: float, steps: int) -> Floats:
-    """`steps` latencies and a `share` of the bytes at the pace of the slowest level that must be used."""
-    links, inner = [level.link for level in topology.levels_in_use], _devices_of_members(topology)
+def _least_pass(
+    topology: Topology, replicas: int, bytes: Floats, share: float, steps: int, member_devices: Sequence[int]
+) -> Floats:
+    """`steps` latencies and a `share` of the bytes at the pace of the slowest level that must be used.
+
+    `member_devices`: by level, the most of the devices that a member has.
+    """
+    links = [level.link for level in topology.levels_in_use]
     sent, latencies = share * bytes, steps * (bytes > 0)
 
     def seconds(link: Link) -> Floats:
         own: Floats = sent / link.bandwidth_bytes_per_second + latencies * link.latency_seconds
         return own
 
-    must = [index for index, devices in enumerate(inner) if replicas > devices]
+    must = [index for index, devices in enumerate(member_devices) if replicas > devices]
     least: Floats = reduce(
         np.maximum, [reduce(np.minimum, [seconds(link) for link in links[index:]]) for index in must]
     )
@@ -82,10 +97,12 @@ def _least_pass(topology: Topology, replicas: int, bytes: Floats, share: float, 
 
 
 @lru_cache(maxsize=1024)
-def _hierarchical(topology: Topology, replicas: int) -> tuple[tuple[float, float], ...]:
+def _hierarchical(
+    topology: Topology, replicas: int, sizes: tuple[int, ...]
+) -> tuple[tuple[float, float], ...]:
     """Seconds of each byte and latencies of a ring in every group at once, level by level, for each way to
-    spread the devices over the inner levels; those that no other is below in both."""
-    sizes = [level.size or 1 for level in topology.levels_in_use[:-1]]
+    spread the devices over the inner levels; those that no other is below in both. `sizes`: by inner level,
+    the most members of a group that take part."""
     if prod(sizes) > MOST_SHAPES:
         return ((all_reduce_pace(topology, replicas), 0.0),)
     lines = sorted(_line(topology, replicas, shape) for shape in product(*(range(1, n + 1) for n in sizes)))

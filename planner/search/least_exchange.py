@@ -13,13 +13,19 @@ from .least_collectives import least_all_reduce_seconds
 from .space import Space
 
 
-def exposed_exchange(space: Space, replicas: int, table: StageTable, slowest_backward: Floats) -> Floats:
+def exposed_exchange(
+    space: Space,
+    replicas: int,
+    table: StageTable,
+    slowest_backward: Floats,
+    per_node: int | None = None,
+) -> Floats:
     """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`
-    (layers,): of a replica, at the most."""
+    (layers,): of a replica, at the most. `per_node`: as of `least_all_reduce_seconds`."""
     trainable = table.reduced_bytes(space.zero)
     if replicas == 1:
         return np.zeros_like(trainable)
-    seconds = partial(least_all_reduce_seconds, space.topology, replicas)
+    seconds = partial(least_all_reduce_seconds, space.topology, replicas, per_node=per_node)
     if space.zero:
         weights = seconds(trainable) / 2 if space.zero < 3 else np.zeros_like(trainable)
         return weights + (seconds(space.gradients(trainable)) / 2 if space.zero == 1 else 0.0)

@@ -53,6 +53,7 @@ class StageFigures:
     recomputation, how many micro-batches may be in flight.
     """
 
+    choices: Sequence[Choice]
     kinds: tuple[Device, ...]
     devices: Floats
     speed: Floats
@@ -86,6 +87,7 @@ def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigur
     order = np.lexsort((choice, together["end"], together["start"]))
     together = {name: values[order] for name, values in together.items()}
     return StageFigures(
+        choices=choices,
         kinds=kinds,
         devices=devices,
         speed=speed,
@@ -173,6 +175,13 @@ class Choice:
         exposed: Floats = sent * pace - self._slowest_backward
         return exposed
 
+    def exposed_allreduce(self, per_node: int | None = None) -> Floats:
+        """(cut points, cut points): lower bound on the exposed all-reduce of stages with at most `per_node`
+        replicas in a node."""
+        table, fewest = self.table, self.counts.fewest
+        exposed = exposed_exchange(self.space, fewest, table, self._slowest_backward, per_node)
+        return exposed + self.space.least_tied(table, fewest)
+
     def launches(self) -> Floats:
         """(layers,): seconds of the host for a micro-batch, without recomputation."""
         costs = self.table.costs
@@ -181,17 +190,16 @@ class Choice:
 
     def _group(self) -> ReplicaGroupCosts:
         """The tables as of a replica group; its replicas are the most, of which each needs least memory."""
-        scale, table, fewest = self.kind.seconds_scale, self.table, self.counts.fewest
-        exposed = exposed_exchange(self.space, fewest, table, self._slowest_backward)
+        scale = self.kind.seconds_scale
         return ReplicaGroupCosts(
-            table=table,
+            table=self.table,
             replicas=self.counts.most,
             per_replica_batch=self.counts.per_replica_batches[-1],
             size=self.size,
             forward=self.seconds.forward * scale,
             backward=self.seconds.backward * scale,
             accumulation=self.seconds.accumulation * scale,
-            exposed_allreduce=exposed + self.space.least_tied(table, fewest),
+            exposed_allreduce=self.exposed_allreduce(),
             limit=self.space.kinds_limit([self.kind]),
             optimizer=self.space.optimizer,
             ledger=self.ledger,
