@@ -209,6 +209,8 @@ class _BranchAndBound:
         problems = _in_order(self.problems)
         for part in ((0, FIRST_COUNTS), (FIRST_COUNTS, None)):
             for problem in problems:
+                if problem.quick_bound >= self.step * (1 - TIE):
+                    continue
                 in_time = self.work.remaining > work and self.work.seconds_left >= seconds
                 if in_time or self.incumbent.best is None:
                     self.incumbent.take(problem.seed(self.step, *part))
