@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, product
 
@@ -21,6 +21,7 @@ from pplan.planner.scoring import assemble
 MakeChain = Callable[..., Chain]
 MODES: tuple[Recompute, Recompute] = ("never", "always")
 EXCEPT_LAST: Recompute = "except_last"
+Shapes = Callable[[Problem, int], Iterator[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]
 SCALE = 1e6
 """Of all bytes: no two plans need nearly the same."""
 
@@ -61,7 +62,31 @@ def shapes(problem: Problem, sizes: int) -> Iterator[tuple[tuple[int, ...], tupl
                 yield (*chosen, len(chain)), devices
 
 
-def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
+def spread(counts: Sequence[int], free: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every choice of devices for stages of so many replicas: of `free` devices, those alike in one group."""
+    if not counts:
+        yield ()
+        return
+    for numbers in product(*(range(min(counts[0], len(ranks)) + 1) for ranks in free)):
+        if sum(numbers) == counts[0]:
+            chosen = [rank for ranks, number in zip(free, numbers, strict=True) for rank in ranks[:number]]
+            left = [ranks[number:] for ranks, number in zip(free, numbers, strict=True)]
+            for later in spread(counts[1:], left):
+                yield (tuple(chosen), *later)
+
+
+def shapes_anywhere(
+    problem: Problem, sizes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+    """Ends and devices of every pipeline on any devices; those of a kind are alike."""
+    kinds = problem.topology.kinds
+    alike = [tuple(rank for rank in range(problem.gpus) if problem.topology.device(rank) == k) for k in kinds]
+    for ends, devices in shapes(problem, sizes):
+        for chosen in spread([len(ranks) for ranks in devices], alike):
+            yield ends, chosen
+
+
+def plans(problem: Problem, shapes: Shapes = shapes) -> Iterator[tuple[Proposal, float, float]]:
     """Every plan that flushes and fits, its simulated step and the most that a device holds."""
     for schedule, size in product(("1f1b", "gpipe"), (1, 2, 4)):
         for ends, devices in shapes(problem, size):
@@ -73,7 +98,8 @@ def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
                 proposal = Proposal(PipelineConfig(schedule, mode, 4 // size, size), ends, devices)  # type: ignore[arg-type]
                 made = assemble(problem.space, proposal, modes)
                 in_flight = [sum(made.ledger(device).values()) for device in range(made.program.devices)]
-                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
+                limits = [problem.space.limit(ranks) for ranks in devices]
+                if all(bytes <= limit for bytes, limit in zip(in_flight, limits, strict=True)):
                     yield proposal, float(step_seconds(made.program, made.costs())[0]), max(in_flight)
 
 
@@ -81,6 +107,12 @@ def plans(problem: Problem) -> Iterator[tuple[Proposal, float, float]]:
 def every_plan() -> Callable[[Problem], list[tuple[Proposal, float, float]]]:
     """Of a problem with a mini-batch of 4."""
     return lambda problem: list(plans(problem))
+
+
+@pytest.fixture
+def every_plan_anywhere() -> Callable[[Problem], list[tuple[Proposal, float, float]]]:
+    """As `every_plan`, on any devices; those of a kind are alike."""
+    return lambda problem: list(plans(problem, shapes_anywhere))
 
 
 @pytest.fixture

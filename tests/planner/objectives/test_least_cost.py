@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.quantities import percent
-from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.least_cost import least_cost
 from pplan.planner.objectives.objective import Objective, parse_objective, parse_prices, price_by_kind
@@ -94,6 +94,44 @@ def test_the_cheapest_devices_may_stand_last(
                 alone += 1
                 assert cost >= outcome.aim.value * (1 - 1e-9)
     assert alone > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "memory", "fast_memory", "price"),
+    [
+        (0, None, None, 1.5),
+        (1, 450, 270, 2.2),
+        (1, 450, 450, 1.5),
+        (2, 450, 450, 2.5),
+        (3, 350, 210, 1.5),
+        (3, 550, 880, 1.5),
+    ],
+)
+def test_two_devices_of_two_kinds_each(
+    seed: int,
+    memory: float | None,
+    fast_memory: float | None,
+    price: float,
+    make_problem: MakeProblem,
+    every_plan_anywhere: EveryPlan,
+) -> None:
+    """A node of each kind. No plan on any devices is below the bound, nor, here, cheaper than the answer."""
+    problem = make_problem(seed, 3, 4, memory=memory)
+    device, link = problem.topology.device(0), problem.topology.levels[0].link
+    fast = Device("fast", None if fast_memory is None else round(fast_memory * 1e6), speed=2.0)
+    slower = replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / 4)
+    levels = (Level("node", 2, link), Level("network", None, slower))
+    problem = replace(problem, topology=Topology((Group(fast, 2), Group(device, 2)), levels))
+    prices = {"fast": price, "toy": 1.0}
+    outcome = least_cost(problem, prices)
+    plans = [(proposal, step) for proposal, step, _ in every_plan_anywhere(problem)]
+    least = min(dollars(problem, prices, proposal, step) for proposal, step in plans)
+    assert outcome.aim is not None
+    assert outcome.aim.value == pytest.approx(least, rel=1e-9)
+    assert outcome.aim.lower_bound <= least * (1 + 1e-9)
+    devices = [{rank for own in proposal.devices for rank in own} for proposal, _ in plans]
+    assert any(own & {0, 1} and own & {2, 3} for own in devices)
 
 
 def test_the_mini_batch_is_that_of_all_devices(make_problem: MakeProblem) -> None:
