@@ -38,8 +38,8 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from [node.module] if node.module and node.module.split(".")[0] in MODULES else []
         elif isinstance(node, ast.Attribute | ast.Constant):
-            loader = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
-            yield from [str(loader)] if loader in LOADERS or f"yaml.{loader}" in LOADERS else []
+            loader = str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+            yield from [loader] if loader in LOADERS or f"yaml.{loader}" in LOADERS else []
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             keywords = {own.arg: ast.unparse(own.value) for own in node.keywords}
