@@ -404,19 +404,17 @@ class ActionBytes(NamedTuple):
         return self.activations + self.stage_inputs + self.pending_gradients + self.workspace
 
 
-def bytes_by_action(
-    program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
-) -> ActionBytes:
-    """Count the bytes that a device holds during each action, besides what it holds throughout.
+def micro_batches_by_action(program: Program, device: int, recompute: str = "never") -> tuple[Floats, Floats]:
+    """Count what a device holds during each of its actions, whatever the costs.
 
-    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
-    Arguments and errors as of `device_ledger`.
+    Returns:
+        (actions, chunks, 2, 4): micro-batches by chunk, by whether they save all in forward, and by field of
+        `MicroBatchBytes`; and (actions,): micro-batches in flight, halves counted as whole ones.
     """
     _check_recompute(recompute)
     actions = program.actions[device]
     where: dict[tuple[str, int, int], int] = {action: position for position, action in enumerate(actions)}
-    # By chunk, whether it saves all in forward, and as MicroBatchBytes.
-    changes = np.zeros((len(actions) + 1, len(chunk_bytes), 2, 4))
+    changes = np.zeros((len(actions) + 1, program.chunks, 2, 4))
     in_flight = np.zeros(len(actions) + 1)
     for start, (kind, m, chunk) in enumerate(actions):
         if kind != "F":
@@ -430,18 +428,28 @@ def bytes_by_action(
             changes[end + 1, chunk, int(saves), phase] -= program.share(m)
         in_flight[start] += 1
         in_flight[end + 1] -= 1
-    totals = np.cumsum(changes, axis=0)[:-1]
+    return np.cumsum(changes, axis=0)[:-1], np.cumsum(in_flight)[:-1]
+
+
+def bytes_by_action(
+    program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
+) -> ActionBytes:
+    """Count the bytes that a device holds during each action, besides what it holds throughout.
+
+    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
+    Arguments and errors as of `device_ledger`.
+    """
+    counts, in_flight = micro_batches_by_action(program, device, recompute)
     sizes = np.array([micro_batch_bytes(chunk, program) for chunk in chunk_bytes])
-    activations, inputs, pending = (np.tensordot(totals, own, axes=3) for own in np.moveaxis(sizes, -1, 0))
+    activations, inputs, pending = (np.tensordot(counts, own, axes=3) for own in np.moveaxis(sizes, -1, 0))
+    split = {action[1:] for action in program.actions[device] if action.kind == "W"}
     workspace = [
         chunk_bytes[chunk].layer_workspace
-        if kind != "F" and ("W", m, chunk) in where
+        if kind != "F" and (m, chunk) in split
         else chunk_bytes[chunk].workspace
-        for kind, m, chunk in actions
+        for kind, m, chunk in program.actions[device]
     ]
-    return ActionBytes(
-        activations, inputs, pending, np.array(workspace, np.float64), np.cumsum(in_flight)[:-1]
-    )
+    return ActionBytes(activations, inputs, pending, np.array(workspace, np.float64), in_flight)
 
 
 def device_ledger(
@@ -486,11 +494,11 @@ def device_ledger(
 
 
 class TermBytes(NamedTuple):
-    """Bytes of activations, of stage inputs and of pending gradients."""
+    """Bytes of activations, of stage inputs and of pending gradients: floats, or tables of all stages."""
 
-    activations: float
-    inputs: float = 0.0
-    pending: float = 0.0
+    activations: Any
+    inputs: Any = 0.0
+    pending: Any = 0.0
 
 
 class MicroBatchBytes(NamedTuple):
@@ -505,14 +513,14 @@ class MicroBatchBytes(NamedTuple):
 
 def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
     """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
-    saved, besides = float(stage.saved + stage.saved_input), float(stage.besides)
+    saved, besides = stage.saved + stage.saved_input, stage.besides
     if not program.splits_backward:
-        recomputing = MicroBatchBytes(TermBytes(besides, float(stage.input)), TermBytes(saved))
+        recomputing = MicroBatchBytes(TermBytes(besides, stage.input), TermBytes(saved))
         return recomputing, MicroBatchBytes(TermBytes(saved), TermBytes(0.0))
-    output = float(stage.output)
-    parts = TermBytes(0.0, 0.0, float(stage.pending)), TermBytes(-float(stage.released))
+    output = stage.output
+    parts = TermBytes(0.0, 0.0, stage.pending), TermBytes(-stage.released)
     return (
-        MicroBatchBytes(TermBytes(output + besides, float(stage.input)), TermBytes(saved), *parts),
+        MicroBatchBytes(TermBytes(output + besides, stage.input), TermBytes(saved), *parts),
         MicroBatchBytes(TermBytes(saved + output), TermBytes(0.0), *parts),
     )
 

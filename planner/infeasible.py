@@ -31,7 +31,6 @@ from .smallest_plan import (
     fewest_devices,
     find_smallest_plan,
     fullest_bytes,
-    least_in_parts,
     nothing_fits,
 )
 
@@ -65,8 +64,9 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         return InfeasibleError(error.what, f"{error.hint}{TOO_SMALL if is_small else ''}")
     if problem.options.planner != BEST and (error := _no_plan_of_planner(problem)) is not None:
         return error
-    smallest, in_parts = find_smallest_plan(problem), least_in_parts(problem)
-    if limits[0] == inf or (smallest is None and in_parts == inf):
+    smallest, blocks = find_smallest_plan(problem), problem.space.chain.max_stages
+    has_parts = any(1 < find_schedule(name).default_virtual_stages <= blocks for name in problem.schedules)
+    if limits[0] == inf or (smallest is None and not has_parts):
         return InfeasibleError("the options allow no plan, whatever the memory", _leave_out(problem))
     proven = nothing_fits(problem)
     sizes = [format_bytes(limit) for limit in limits if limit < inf]
@@ -74,15 +74,16 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     under = f" under {schedule}" if schedule == problem.schedules[0] else ""
     room = " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
     what = f"no plan{under} {'fits' if proven else 'was found that fits'} into {room} a device"
-    details: dict[str, Any] = {}
+    details, enough = dict[str, Any](), _enough_bytes(problem, smallest)
     if smallest is not None and smallest.memory_bytes > limits[0]:
         details = _tightest_stage(problem, smallest, int(limits[0]))
-        one = "with one stage a device, " if in_parts < inf else ""
+        one = "with one stage a device, " if has_parts else ""
+        is_least = proven and not problem.space.is_long  # where not all cuts were tried
         end = " on the smallest" if len(limits) > 1 else ""
-        what = f"{what}: {one}{_tightest_words(smallest, details, proven=proven)}{end}"
-    elif proven:
-        what = f"{what}: some device needs at least {format_bytes(in_parts)}"
-    changes = list(_changes(problem, smallest))
+        what = f"{what}: {one}{_tightest_words(smallest, details, is_least=is_least)}{end}"
+    elif limits[0] < enough < inf:
+        what = f"{what}: the smallest known plan needs {format_bytes(enough)}"
+    changes = list(_changes(problem, enough))
     hint = f"What would fit: {'; or '.join(changes)}." if changes else _leave_out(problem)
     return InfeasibleError(what, hint, details | {"would_fit": changes})
 
@@ -106,7 +107,7 @@ def _tightest_stage(problem: Problem, smallest: SmallestPlan, limit: int) -> dic
     }
 
 
-def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, proven: bool) -> str:
+def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, is_least: bool) -> str:
     """Describe that stage in words."""
     config, stage = smallest.proposal.config, details["stage"]
     recompute = smallest.stages[smallest.number].recompute.replace("_", " ")
@@ -118,7 +119,7 @@ def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, proven: 
         f"stage {stage['number']} of {stage['stages']} ({stage['first_layer']} to {stage['last_layer']}"
         f"{replicas}; {config.micro_batches} x {config.micro_batch_size}, {config.schedule}, "
         f"recompute {recompute}) "
-        f"{'needs at least' if proven else 'needs'} {format_bytes(stage['memory_bytes'])} "
+        f"{'needs at least' if is_least else 'needs'} {format_bytes(stage['memory_bytes'])} "
         f"({', '.join(terms)}); {format_bytes(details['missing_bytes'])} are missing"
     )
 
@@ -134,8 +135,13 @@ def _no_plan_of_planner(problem: Problem) -> InfeasibleError | None:
     return InfeasibleError(f"planner={name!r}: {why}", hint)
 
 
-def _changes(problem: Problem, smallest: SmallestPlan | None) -> Iterator[str]:
-    """List single changes with which a plan fits, the cheapest for the user first."""
+def _changes(problem: Problem, enough: float) -> Iterator[str]:
+    """List single changes with which a plan fits, the cheapest for the user first.
+
+    Args:
+        problem: A problem without a plan.
+        enough: Bytes of a device with which a plan of the problem fits.
+    """
     options = problem.options
     free: dict[str, Any] = {"mini_batch": problem.mini_batch, "micro_batches": None}
     runs: dict[str, dict[str, Any]] = {
@@ -162,7 +168,7 @@ def _changes(problem: Problem, smallest: SmallestPlan | None) -> Iterator[str]:
     # Without a requested global batch it would grow with the GPUs, and with it what a stage holds.
     if (gpus := _more_gpus(problem)) is not None:
         yield f"gpus={gpus * problem.sharers} mini_batch={problem.mini_batch}"
-    if (enough := _enough_bytes(problem, smallest)) < inf:
+    if enough < inf:
         yield f"memory={_memory_text(enough)!r} a device"
 
 

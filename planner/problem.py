@@ -69,6 +69,9 @@ class Problem:
     """Of the profile, as it names it: cpu, cuda or analytic; empty where that is not known."""
     sharers: int = 1  # GPUs that share every layer: each device of the topology is so many
 
+    proofs: dict[tuple[str, ...], bool] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Whether memory rules out every plan, also under these asynchronous schedules (`nothing_fits`)."""
+
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
         check_layer_count(self.chain, self.topology.gpus, self.options)

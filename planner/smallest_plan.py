@@ -29,6 +29,7 @@ from ..cost_models.memory import FRAGMENTATION_RESERVE, LedgerOptions, Moment, R
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig, Proposal
+from .part_memory import parts_are_ruled_out
 from .problem import FEW, Problem
 from .scoring import assemble
 from .search.replica_group import ReplicaMemory
@@ -97,15 +98,29 @@ def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
         more_schedules: Asynchronous schedules that are allowed besides. With one stage a device they need no
             less than 1F1B, which must be allowed.
     """
+    key = tuple(more_schedules)
+    if key not in problem.proofs:
+        problem.proofs[key] = _rules_out_all(problem, key)
+    return problem.proofs[key]
+
+
+def _rules_out_all(problem: Problem, more_schedules: Sequence[str]) -> bool:
+    """Return whether memory rules out all plans, those of fewest parts first."""
     room, space = list_rooms(problem)[-1].bytes, problem.space
-    leaves_plans_out = space.is_long or (space.zero and problem.usable_gpus > FEW)
-    if room == inf or leaves_plans_out or problem.allowed_schedules != problem.schedules:
+    if room == inf or problem.allowed_schedules != problem.schedules:
         return False
-    if (more_schedules and "1f1b" not in problem.schedules) or room >= least_in_parts(
-        problem, more_schedules
-    ):
+    if space.is_long or (space.zero and problem.usable_gpus > FEW):  # not all cuts or replicas are tried
+        return room < least_on_stages(problem, problem.usable_gpus)
+    if more_schedules and "1f1b" not in problem.schedules:
         return False
-    return next(fitting_plans(problem), None) is None
+    has_parts = any(find_schedule(name).default_virtual_stages > 1 for name in more_schedules)
+    if has_parts and least_on_stages(problem, space.chain.max_stages // 2) <= room:
+        return False
+    if next(fitting_plans(problem), None) is not None:
+        return False
+    counts = range(2, problem.usable_gpus + 1)
+    stage_counts = [number for number in counts if least_on_stages(problem, number) <= room]
+    return parts_are_ruled_out(problem, stage_counts, room * (1 + 1e-9))  # what fits to the byte stays
 
 
 def fitting_plans(problem: Problem) -> Iterator[Proposal]:
@@ -202,23 +217,15 @@ def _ledger_options(space: Space) -> LedgerOptions:
     return ledger_options(kind, space.dtype, space.number_bytes, space.zero)
 
 
-def least_in_parts(problem: Problem, more_schedules: Sequence[str] = ()) -> float:
-    """Least bytes of the fullest device in plans with several parts of the layers on a device; else inf."""
-    blocks = problem.space.chain.max_stages
-    schedules = map(find_schedule, (*problem.schedules, *more_schedules))
-    parts = [schedule.default_virtual_stages for schedule in schedules if schedule.default_virtual_stages > 1]
-    return least_on_stages(problem, blocks // min(parts)) if parts and blocks > 1 else inf
-
-
 def least_on_stages(problem: Problem, stages: int) -> float:
     """Least bytes of the fullest device if the states of all layers are on so many stages.
 
     Replicas of a stage share its states under ZeRO.
     """
-    space, blocks = problem.space, problem.space.chain.max_stages
+    space, table = problem.space, problem.space.table(problem.space.chain.sizes[0])
     devices = problem.usable_gpus if space.zero else min(problem.usable_gpus, stages)
     options: LedgerOptions = {**_ledger_options(space), "zero": 0}
-    ledger = space.table(space.chain.sizes[0]).stage_ledger(0, blocks, 0, "never", space.optimizer, **options)
+    ledger = table.stage_ledger(0, table.blocks, 0, "never", space.optimizer, **options)
     states = sum(ledger.get(name, 0) for name in STATES)
     return options["context_bytes"] + (1 + FRAGMENTATION_RESERVE) * states / max(devices, 1)
 

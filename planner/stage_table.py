@@ -271,7 +271,7 @@ class StageTable:
     ) -> Floats:
         """Bytes that each stage needs. Arguments as of `ledger`."""
         terms = ledger(
-            StageBytes(**self._tables(options.get("zero", 0))),
+            StageBytes(**self.tables(options.get("zero", 0))),
             in_flight=in_flight,
             recompute=recompute,
             optimizer=optimizer,
@@ -311,7 +311,7 @@ class StageTable:
     def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
         """The bytes of some stages, each of shape (pairs,)."""
         places = start * (self.blocks + 1) + end
-        own: dict[str, Any] = {name: amounts.take(places) for name, amounts in self._tables(zero).items()}
+        own: dict[str, Any] = {name: amounts.take(places) for name, amounts in self.tables(zero).items()}
         return StageBytes(**own)
 
     def stage_ledger(
@@ -337,7 +337,7 @@ class StageTable:
 
     def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
         """What the ledger of one stage is made from that recomputes by such a word."""
-        own: dict[str, Any] = {name: float(amounts[i, j]) for name, amounts in self._tables(zero).items()}
+        own: dict[str, Any] = {name: float(amounts[i, j]) for name, amounts in self.tables(zero).items()}
         stage, first = StageBytes(**own), count_first_layers(recompute)
         if first is None:
             return stage
@@ -359,7 +359,7 @@ class StageTable:
         seconds = costs.forward_seconds if name == "forward" else costs.forward_host_seconds
         return float(seconds[self.cut_points[i] : min(self.cut_points[i] + first, self.cut_points[j])].sum())
 
-    def _tables(self, zero: int) -> dict[str, Floats]:
+    def tables(self, zero: int) -> dict[str, Floats]:
         """`stage_bytes` by name, with what ZeRO has whole at a time where that stage spreads layers."""
         return self._of_all_stages if zero < 2 else self._of_all_stages | {"gathered": self._gathered_bytes}
 

@@ -59,6 +59,7 @@ WISHES: list[dict[str, Any]] = [
     {"memory_limit": 350.0},
     {"schedule": "zb-h1"},
     {"schedule": "interleaved"},
+    {"schedule": "zb-v", "optimizer": "adam"},
     {"schedule": "any", "recompute": "always"},
     {"recompute": "first_layers", "zero": 1, "optimizer": "adam"},
 ]
@@ -131,7 +132,7 @@ def test_a_schedule_that_is_not_searched(make_chain: MakeChain, make_topology: M
     options = replace(options, schedule="interleaved")
     error = refused(Problem(chain, make_topology(2, memory=100), options))
     assert error.what.startswith(
-        "no plan under interleaved fits into 100 B a device: some device needs at least "
+        "no plan under interleaved fits into 100 B a device: the smallest known plan needs "
     )
     assert "stage" not in error.details
 
