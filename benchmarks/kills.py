@@ -36,8 +36,8 @@ VERBS: Mapping[str, tuple[list[str], str]] = {
     "simulate": (["simulate", PLAN, "--trace"], "killed.trace.json"),
     "report": (["report", PLAN, "-o"], "killed.html"),
     "degrees": (
-        ["degrees", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2", "-o"],
-        "killed.degrees.json",
+        ["solve", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2", "-o"],
+        "killed.degrees.plan.json",
     ),
     "check": (["check", "checked.plan.json", "--emulate", "--steps", "1", "--save"], "checked.check.json"),
 }

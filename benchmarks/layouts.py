@@ -7,7 +7,7 @@ it finds nothing wrong with one of them, or something with one that is right.
 With `--costs`: recipes for H100 in bfloat16 (github.com/NVIDIA-NeMo/Megatron-Bridge, figures only; `source`
 is the file), with the recipe's degrees, micro-batches, recomputation and layout; the best layout with the
 same degrees and micro-batches; and with `--any-degrees`, which takes long, the best of all degrees, as
-`pplan degrees` finds it: all on servers of 8 (`--topology dgx-h100`). Seconds are estimates of one cost
+`pplan solve` finds it: all on servers of 8 (`--topology dgx-h100`). Seconds are estimates of one cost
 model, from the GPU's limits; what overlaps in a recipe (expert exchange, gradients), and moments in bfloat16,
 are not in it.
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 import pplan
 from pplan import InfeasibleError, UsageError
+from pplan.api.degrees import search_configuration
 
 Config = Mapping[str, Any]
 
@@ -282,7 +283,7 @@ def _cost_layout(recipe: Recipe, degrees: dict[str, Any], recompute: str) -> dic
 def _best(recipe: Recipe, degrees: dict[str, Any]) -> dict[str, Any]:
     predictors = recipe.layout.count("m")
     try:
-        best = pplan.degrees(MODELS[recipe.model], **recipe.options, **degrees, predictors=predictors)
+        best = search_configuration(MODELS[recipe.model], **recipe.options, **degrees, predictors=predictors)
     except (InfeasibleError, UsageError) as error:
         return {"refused": error.what}
     plan = best.plans[0]

@@ -2,7 +2,7 @@
 
 Models as their config.json has them, on servers of 8 H100 (`--topology dgx-h100`) and on A100s of 40 GiB in
 one server, with batches of 8 sequences of 4,096 tokens a GPU. Of each the fastest plan with equal degrees in
-1F1B, the fastest of any schedule that `pplan degrees` knows (interleaved 1F1B, one stage), and the fastest
+1F1B, the fastest of any schedule that `pplan solve` knows (interleaved 1F1B, one stage), and the fastest
 1F1B pipeline with degrees by stage, faster than the first by `gain`, with its gap to the bound of all such
 pipelines, its stages as devices x blocks, and the processor's seconds of that search. Seconds are estimates
 of one cost model, from the GPU's limits.
@@ -16,7 +16,7 @@ from typing import Any
 
 from layouts import MODELS
 
-import pplan
+from pplan.api.degrees import search_configuration
 
 LLAMA = MODELS["Llama 3 70B"]
 GEMMA = {**LLAMA, "vocab_size": 256000, "num_attention_heads": 16}
@@ -74,10 +74,10 @@ CASES: tuple[tuple[str, int, dict[str, str]], ...] = (
 def compare(model: str, gpus: int, machine: dict[str, str]) -> str:
     """One row of the table."""
     options: dict[str, Any] = {"gpus": gpus, "mini_batch": 8 * gpus, **machine}
-    every = pplan.degrees(CONFIGS[model], **options).plans[0].estimate.step_seconds
-    same = pplan.degrees(CONFIGS[model], **options, virtual_stages=(1,)).plans[0].estimate.step_seconds
+    every = search_configuration(CONFIGS[model], **options).plans[0].estimate.step_seconds
+    same = search_configuration(CONFIGS[model], **options, virtual_stages=(1,)).plans[0].estimate.step_seconds
     begin = time.process_time()
-    answer = pplan.degrees(CONFIGS[model], **options, virtual_stages=(1,), by_stage=True).by_stage
+    answer = search_configuration(CONFIGS[model], **options, virtual_stages=(1,), by_stage=True).by_stage
     seconds = time.process_time() - begin
     assert answer is not None
     name = f"{model}, {gpus} {'H100' if machine == H100 else 'A100'}"

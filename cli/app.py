@@ -173,9 +173,9 @@ def _usage_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     if "typer" not in sys.modules:
         return None  # it is what could not be imported
     from .usage import explain_usage, is_usage_error
-    from .verbs import root
+    from .verbs import REMOVED, root
 
-    return explain_usage(error, root, words) if is_usage_error(error) else None
+    return explain_usage(error, root, words, REMOVED) if is_usage_error(error) else None
 
 
 def _one_line(text: str) -> str:

@@ -10,7 +10,6 @@ import typer
 from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from .compare_command import DIFFERENCE
-from .degrees_command import Kernels
 from .option_parameters import Without
 from .output import AsJson
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api.lint import LayoutReport
-    from ..cost_models.transformer.layer_table import StageEstimate
 
 Layout = Annotated[
     str,
@@ -39,7 +37,6 @@ def lint_command(
     model: Model,
     options: Annotated[DegreeOptions, Without("by_stage")],
     machine: MachineOptions,
-    kernels: Kernels = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."""
@@ -49,7 +46,7 @@ def lint_command(
 
     shape = load_transformer_shape(model)
     with waiting("Searching"):
-        report = lint_layout(layout, shape, machine, options, kernels)
+        report = lint_layout(layout, shape, machine, options)
     if as_json:
         result(report.to_json())
     else:
@@ -78,39 +75,29 @@ def _print(report: LayoutReport, screen: Console) -> None:
 
 
 def _estimate_lines(report: LayoutReport) -> list[str]:
+    from ..api.plan_summary import plan_setting
     from ..cost_models.quantities import (
         compare_percent,
         format_bytes,
-        format_count,
         format_seconds,
         percent_at_most,
     )
     from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
-    from .degrees_tables import recompute_words
 
     plan, best = report.plan, report.best
     assert plan is not None
-    peak, limit = format_bytes(plan.estimate.peak_bytes), format_bytes(max(report.limit_bytes, 0.0))
-    setting = (
-        f"{plan.degrees.describe()}, {format_count(plan.micro_batches, 'micro-batch')} of "
-        f"{plan.micro_batch_size}, recompute {recompute_words(plan)}, in {NUMERIC_FORMATS}"
-    )
+    peak = format_bytes(report.peak_bytes)
+    limit = "unknown memory" if report.limit_bytes is None else format_bytes(report.limit_bytes)
+    setting = f"{plan_setting(plan)}, in {NUMERIC_FORMATS}"
     if not report.fits:
-        lines = [
-            f"It does not fit: where it needs least, {peak} of the {limit} that may be used, with {setting}."
-        ]
+        lines = [f"It does not fit: where it needs least, {peak} of the {limit} of a device, with {setting}."]
     else:
-        step = format_seconds(plan.estimate.step_seconds)
+        step = format_seconds(plan.prediction.step_seconds)
         lines = [f"{step} a step, {peak} of {limit} at most: {setting}."]
     if best is None:
         return [*lines, "None that fits at these degrees was found."]
-    fastest = best.plans[0]
-    how = (
-        f"{format_count(fastest.micro_batches, 'micro-batch')} of {fastest.micro_batch_size}, recompute "
-        f"{recompute_words(fastest)}, "
-        f"{report.best_layout or fastest.blocks}"
-    )
-    seconds, gap = format_seconds(fastest.estimate.step_seconds), percent_at_most(best.gap)
+    seconds, gap = format_seconds(best.prediction.step_seconds), percent_at_most(best.prediction.gap)
+    how = f"{plan_setting(best)}, {report.best_layout}"
     lines.append(f"The best found at these degrees: {seconds}, at most {gap} from its bound: {how}.")
     if report.slower is not None:
         difference = compare_percent(1 + report.slower, 1.0)
@@ -126,15 +113,15 @@ def _print_stages(report: LayoutReport, screen: Console) -> None:
     from .table import Column, number, print_table, text
 
     assert report.plan is not None
-    rows = list(enumerate(report.plan.estimate.stages))
-    columns: list[Column[tuple[int, StageEstimate]]] = [
-        number("rank", lambda row: row[0]),
-        text("layout", lambda row: _letters(report, row[0]), min_width=8),
-        number("forward", lambda row: row[1].forward_seconds, format_seconds),
-        number("backward", lambda row: row[1].backward_seconds, format_seconds),
-        number("memory", lambda row: row[1].bytes, format_bytes),
+    parts = [report.plan.stages[rank :: report.pipeline] for rank in range(report.pipeline)]
+    columns: list[Column[int]] = [
+        number("rank", lambda rank: rank),
+        text("layout", lambda rank: _letters(report, rank), min_width=8),
+        number("forward", lambda rank: sum(part.forward_seconds for part in parts[rank]), format_seconds),
+        number("backward", lambda rank: sum(part.backward_seconds for part in parts[rank]), format_seconds),
+        number("memory", lambda rank: parts[rank][0].memory_bytes, format_bytes),
     ]
-    print_table(screen, columns, rows, title="Ranks of the pipeline")
+    print_table(screen, columns, range(report.pipeline), title="Ranks of the pipeline")
 
 
 def _letters(report: LayoutReport, rank: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperOption
@@ -27,6 +27,7 @@ from .field_names import TYPED, as_options, name_field
 from .streams import be_quiet, remark
 
 Command = Callable[..., None]
+T = TypeVar("T", bound=Options)
 _CONTEXT = "typer_context"
 
 
@@ -59,6 +60,27 @@ class _ModelParameters:
                 values[name] = option.value(tuple(typed[name]) if option.repeats else typed[name], flag)
                 TYPED.get()[name] = (values[name], typed[name])
         return self.model(**values)
+
+
+@dataclass(frozen=True)
+class Typed(Generic[T]):
+    """What is typed for a model, which the command reads where it needs it: of two models one, say.
+
+    A command takes it as in `plan_options: Typed[PlanOptions]`.
+    """
+
+    parameters: _ModelParameters
+    values: dict[str, Any]
+    stated: set[str]
+
+    @property
+    def names(self) -> set[str]:
+        """Fields whose options are typed."""
+        return self.stated & self.parameters.fields.keys()
+
+    def read(self) -> T:
+        """Make the model. Raises UsageError."""
+        return cast(T, self.parameters.build(self.values, self.stated))
 
 
 class _Text(TyperOption):
@@ -100,9 +122,12 @@ def with_options(command: Command) -> Command:
             models_by_name[name] = own_model
         _name_options(name, hint, own_model)
     parameters = [inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    of_models: set[str] = set()
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name in models_by_name:
-            parameters += _parameters(models_by_name[parameter.name])
+            own = [each for each in _parameters(models_by_name[parameter.name]) if each.name not in of_models]
+            parameters += own
+            of_models |= {each.name for each in own}
         else:
             parameters.append(
                 parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -114,7 +139,12 @@ def with_options(command: Command) -> Command:
         stated = {name for name in typed if _is_typed(context, name)}
         _take_aliases(typed, stated)
         TYPED.set({})
-        models = {name: model.build(typed, stated) for name, model in models_by_name.items()}
+        models = {
+            name: Typed[Any](model, typed, stated)
+            if get_origin(hints[name]) is Typed
+            else model.build(typed, stated)
+            for name, model in models_by_name.items()
+        }
         fields = {name for model in models_by_name.values() for name in model.fields}
         command(**{name: value for name, value in typed.items() if name not in fields}, **models)
 
@@ -137,7 +167,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 def _find_model(hint: Any) -> _ModelParameters | None:
     """The model that an annotation names, with its fields that have an option; None of another annotation."""
-    model, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    model, *limits = get_args(hint) if get_origin(hint) in (Annotated, Typed) else (hint,)
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
     names = {name for name, option in list_declarations(model).items() if option.help}

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..api.plan_summary import answer_lines, short_summary, summary_lines
 from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, ranges, whole_percent
 from ..cost_models.runtime import other_layers_warning
+from ..planner.plan_degrees import Degrees, StageDegrees
 from ..planner.plan_file import Baseline, Plan, PlannedStage, PlanRow, SharedWeight
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
@@ -99,7 +100,8 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     stages, count = plan.stages, len(plan.stages)
     first, last, seconds, limit, used, width = (1, 1, 3, 2, 4, 12) if short else (4, 3, 6, 2, 7, 16)
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
-    recomputes = plan.recompute == "selective" and any(stage.layers_again != 0 for stage in stages)
+    recomputes = any(stage.layers_again for stage in stages)
+    shares = any(stage.degrees for stage in stages)
     offloads = any(stage.host_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:
@@ -111,6 +113,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     columns: list[Column[int]] = [
         number("stage", lambda row: row),
         text("devices", lambda row: stages[row].devices, ranges, min_width=8),
+        text("degrees", lambda row: stages[row].degrees, StageDegrees.describe, min_width=12, visible=shares),
         number("layers", lambda row: stages[row].layers),
         number("recomputed", lambda row: stages[row].layers_again, visible=recomputes),
         text(
@@ -125,6 +128,13 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         ),
         number("forward", lambda row: stages[row].forward_seconds, format_seconds, seconds),
         number("backward", lambda row: stages[row].backward_seconds, format_seconds, seconds),
+        number(
+            "update",
+            lambda row: stages[row].update_seconds,
+            format_seconds,
+            seconds,
+            visible=not short and plan.training is not None,
+        ),
         number("memory", lambda row: stages[row].memory_bytes, format_bytes),
         number("on the host", lambda row: stages[row].host_bytes, format_bytes, visible=offloads),
         number("limit", lambda row: stages[row].memory_limit_bytes, format_bytes, limit, visible=limited),
@@ -170,17 +180,24 @@ def _print_baselines(plan: Plan, console: Console) -> None:
 
 
 def _print_alternatives(plan: Plan, console: Console) -> None:
+    trains = plan.training is not None
     columns: list[Column[PlanRow]] = [
-        word("schedule\n", lambda other: other.schedule),
-        text("for\n", _for, min_width=11),
+        text("degrees\n", lambda other: other.degrees, Degrees.describe, min_width=20, visible=trains),
+        word("schedule\n", lambda other: other.schedule, drop=int(trains)),
+        text("for\n", _for, min_width=11, visible=not trains),
         text("balance\n", _balance, min_width=10),
         word("micro-\nbatches", lambda other: f"{other.micro_batches} x {other.micro_batch_size}", drop=3),
-        word("recompute\n", lambda other: other.recompute.replace("_", "-"), drop=2),
+        word("recompute\n", _recompute, drop=2),
         number("step\n", lambda other: other.step_seconds, format_seconds),
         number("most\nmemory", lambda other: max(other.memory_bytes, default=None), format_bytes, drop=1),
     ]
-    title = "Alternatives: the best plans found for other runtimes"
+    other = "with other degrees and batches" if trains else "for other runtimes"
+    title = f"Alternatives: the best plans found {other}"
     print_table(console, columns, plan.alternatives, title=title)
+
+
+def _recompute(other: PlanRow) -> str:
+    return (other.degrees or other).recompute.replace("_", "-")
 
 
 def _for(other: PlanRow) -> str:

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from ..profiler.profile_options import KernelOptions
-from .degrees_command import Config
 from .output import Force
 
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The config.json of a transformer.", show_default=False)
+]
 KernelsFile = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: kernels.csv."),
@@ -20,7 +22,7 @@ KernelsFile = Annotated[
 def profile_kernels_command(
     config: Config, *, options: KernelOptions, output: KernelsFile = None, force: Force = False
 ) -> None:
-    """Measure the products and attention of a transformer, and write the table for degrees --kernels.
+    """Measure the products and attention of a transformer, and write the table for solve --kernels.
 
     They are those that one device computes with the given degrees.
     """

@@ -23,7 +23,6 @@ DOCUMENTS: Mapping[str, tuple[str, str]] = {
     "comparison": ("planner.explanation.compare", "PlanComparison"),
     "frontier": ("planner.objectives.frontier", "Frontier"),
     "sweep": ("planner.problem_grid", "SweepResult"),
-    "degrees": ("planner.degrees.degree_file", "DegreesFile"),
     "check": ("runtimes.checking.records", "Check"),
     "calibration": ("runtimes.checking.prediction", "Calibration"),
 }

@@ -1,4 +1,4 @@
-"""`pplan show`: a profile, a plan or an answer by degrees, in tables."""
+"""`pplan show`: a profile or a plan in tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ..planner.degrees.degree_file import DegreesFile
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
@@ -18,7 +17,7 @@ def show_command(
         Path | None,
         typer.Argument(
             metavar="FILE",
-            help="A profile, a plan or an answer of degrees; default: the newest profile or plan here.",
+            help="A profile or a plan; default: the newest here.",
             show_default=False,
         ),
     ] = None,
@@ -27,9 +26,8 @@ def show_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
-    """Show a profile, a plan or an answer of degrees in tables."""
+    """Show a profile or a plan in tables."""
     from ..cost_models.text_files import escape_text, read_text
-    from ..planner.degrees.degree_file import DegreesFile
     from ..profiler.profile_file import Profile
     from .output import choose_input
     from .streams import console, result
@@ -43,10 +41,6 @@ def show_command(
         from .profile_tables import print_profile
 
         print_profile(document, console(), all_layers=all_layers)
-    elif isinstance(document, DegreesFile):
-        from .degrees_tables import print_degrees
-
-        print_degrees(document, console())
     else:
         from .plan_tables import planned_memory, print_ledger, print_plan
 
@@ -56,17 +50,17 @@ def show_command(
 
 
 _OTHERS = {
+    "degrees": "It is an answer of pplan 0.1; make a plan: pplan solve config.json --gpus N --gpu NAME",
     "file for a runtime": "It is for your training script; name the plan it was made from.",
     "simulation": "It is for other programs; pplan simulate prints it as tables, of the same plan or costs.",
 }
 """What to do about files of pplan that are not shown."""
 
 
-def _parse_either(text: str, path: Path) -> Profile | Plan | DegreesFile:
+def _parse_either(text: str, path: Path) -> Profile | Plan:
     """The document of its kind, told by the keys (by the name where the keys do not tell)."""
     from ..cost_models.errors import FileError
     from ..cost_models.text_files import detect_kind
-    from ..planner.degrees.degree_file import DegreesFile
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
@@ -75,6 +69,4 @@ def _parse_either(text: str, path: Path) -> Profile | Plan | DegreesFile:
         raise FileError(f"{path}: this is a {kind}, show takes profiles and plans", _OTHERS[kind])
     if kind == "plan" or (kind is None and path.name.endswith(".plan.json")):
         return Plan.parse(text, str(path))
-    if kind == "degrees":
-        return DegreesFile.parse(text, str(path))
     return Profile.parse(text, str(path))

@@ -11,9 +11,11 @@ import typer
 
 from ..api.options import FrontierOptions, SweepOptions
 from ..cost_models.machines import MachineOptions
+from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.objectives.objective import ObjectiveOptions
 from ..planner.plan_options import PlanOptions
-from .field_names import FIELDS, typed_text
+from .field_names import FIELDS, TYPED, typed_text
+from .option_parameters import Typed
 from .output import AsJson, Force, Output
 from .streams import console, waiting
 from .sweep_options import GridOptions
@@ -32,7 +34,8 @@ ProfileFiles = Annotated[
     list[Path],
     typer.Argument(
         metavar="[PROFILE]...",
-        help="A profile, or one for each number of devices that share layers (--tp); default: newest here.",
+        help="A profile, or one for each number of devices that share layers (--tp); default: newest here. "
+        "Or a transformer's config.json, or hf: and its name in transformers.",
         show_default=False,
     ),
 ]
@@ -52,21 +55,25 @@ def solve_command(
     profile_files: ProfileFiles = [],  # noqa: B006  typer takes a list
     *,
     machine: MachineOptions,
-    plan_options: PlanOptions,
+    typed_options: Typed[PlanOptions],
     objective: ObjectiveOptions,
     frontier: WithFrontier = False,
     frontier_options: FrontierOptions,
     grid: GridOptions,
     sweep_options: SweepOptions,
+    degree_options: Typed[DegreeOptions],
     output: Output = None,
     force: Force = False,
     details: Details = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
+    """Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is from
+    the best possible."""
+    from ..api.degrees import find_configuration, solve_configuration
     from ..api.machine import count_gpus
     from ..api.provenance import made_by
-    from ..api.solve import solve, watching_best
+    from ..api.solve import MODELS, refuse_options, solve, watching_best
+    from ..cost_models.errors import UsageError
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
     from .field_names import command_line
@@ -76,11 +83,35 @@ def solve_command(
         ("--frontier", frontier, ["points"]),
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
+    paths = profile_files or [choose_input(None, ("profile",))]
+    typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
+    if len(paths) == 1 and (configuration := find_configuration(str(paths[0]))) is not None:
+        for option, is_given in (("--frontier", frontier), ("--sweep", grid.sweep)):
+            if is_given:
+                raise UsageError(
+                    f"{option} is an option for a profile, {paths[0]} is a configuration", "Omit it."
+                )
+        refuse_options(typed, "configuration", (MachineOptions, DegreeOptions))
+        options = degree_options.read()
+        target = choose_target(
+            output,
+            f"{file_stem(configuration.name)}.plan.json",
+            force=force,
+            about={"model": configuration.name},
+            kind="plan",
+        )
+        target.check(*paths, machine.topology, options.kernels)
+        with waiting("Searching"):
+            plan = solve_configuration(configuration, machine, options)
+        plan = plan.model_copy(update={"made_by": made_by(plan.made_by, command=command_line())})
+        target.write(plan, as_json=as_json, show=lambda: _show(plan, target.path, details=details))
+        return
+    refuse_options(typed, "profile", MODELS)
+    plan_options = typed_options.read()
     aim = f"--objective {objective.objective}"
     if plan_options.robust:
         aim = FIELDS[plan_options.robust_field]
     _check_together(bool(grid.sweep), frontier, output, aim)
-    paths = profile_files or [choose_input(None, ("profile",))]
     path = _only(paths, bool(grid.sweep), frontier)
     content = read_bytes(path, "profile")
     profile = Profile.parse(decode_text(content, path, "profile"), str(path))
@@ -185,16 +216,21 @@ def _next_steps(plan: Plan, path: Path) -> str:
     from ..planner.plan_file import MOST_DRAWN_LAYERS
     from ..runtimes.exports import refusals
 
-    runtimes = [
-        name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
-    ]
+    trains = plan.training is not None
+    runtimes = (
+        ["megatron"]
+        if trains
+        else [
+            name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
+        ]
+    )
     # PyTorch's own comes first: it is installed, and a script of it trains as it is.
     runtime = plan.runtime or ("torch" if "torch" in runtimes else runtimes[0] if runtimes else None)
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
     verbs = {
-        "check": _is_checked(plan),
-        "explain": find_schedule(plan.schedule).synchronous,
+        "check": not trains and _is_checked(plan),
+        "explain": not trains and find_schedule(plan.schedule).synchronous,
         f"export {runtime}": runtime is not None,
         "report": len(plan.layer_names) <= MOST_DRAWN_LAYERS,
         "show": True,
@@ -207,7 +243,8 @@ def _is_checked(plan: Plan) -> bool:
     """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
     from ..cost_models.errors import ExportError
     from ..cost_models.runtime import find_runtime
-    from ..runtimes.exports import INSTEAD, choose
+    from ..runtimes.exports import choose
+    from ..runtimes.trainer_words import INSTEAD
 
     try:
         remark = choose(plan, find_runtime("torch"))[1]

@@ -20,7 +20,9 @@ def is_usage_error(error: Exception) -> bool:
     return isinstance(error, typer.Abort) or hasattr(error, "format_message")
 
 
-def explain_usage(error: Exception, root: Any, words: Sequence[str]) -> UsageError:
+def explain_usage(
+    error: Exception, root: Any, words: Sequence[str], removed: Mapping[str, str]
+) -> UsageError:
     """The refusal of the arguments `words`, with the nearest options or verbs of `root`, the program."""
     if isinstance(error, typer.Abort):
         return UsageError("aborted", "Nothing was done.")
@@ -30,6 +32,11 @@ def explain_usage(error: Exception, root: Any, words: Sequence[str]) -> UsageErr
     path, where = (f"pplan {verb}", f"{verb}: ") if verb else ("pplan", "")
     if message.startswith("No such command"):
         unknown = message.split("'")[1]
+        if unknown in removed:
+            now = removed[unknown]
+            return UsageError(
+                f"{unknown} is a part of {now} now", f"Use: pplan {now} config.json, with the same options."
+            )
         return UsageError(f"no such verb: {unknown}", _near_verb(unknown, root))
     hint = f"See {path} --help"
     if hasattr(refusal, "possibilities"):

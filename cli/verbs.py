@@ -24,7 +24,8 @@ VERBS = {
         "Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer."
     ),
     "solve": (
-        "Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."
+        "Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is "
+        "from\nthe best possible."
     ),
     "export": (
         "Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."
@@ -37,7 +38,7 @@ VERBS = {
     "replan": (
         "Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."
     ),
-    "show": "Show a profile, a plan or an answer of degrees in tables.",
+    "show": "Show a profile or a plan in tables.",
     "explain": (
         "Explain a plan: what limits its step, what comes second, how far it holds, what changes would bring."
     ),
@@ -61,14 +62,11 @@ VERBS = {
     "topology": (
         "Show devices, links and what transfers take, of a machine or a topology file; or list the machines."
     ),
-    "degrees": (
-        "Find the degrees of tensor, context, expert, pipeline and data parallelism with the shortest step."
-    ),
     "lint": (
         "Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."
     ),
     "profile-kernels": (
-        "Measure the products and attention of a transformer, and write the table for degrees --kernels."
+        "Measure the products and attention of a transformer, and write the table for solve --kernels."
     ),
     "doctor": (
         "Tell versions, devices, links and runtimes of this machine, and what to install for what is missing."
@@ -77,6 +75,8 @@ VERBS = {
     "config": "Show the defaults of options that pplan.toml, or [tool.pplan] of pyproject.toml, sets here.",
 }
 """By name, the first paragraph of a verb's docstring: `xyz-links` is `xyz_links_command` of its module."""
+REMOVED = {"degrees": "solve"}
+"""Verbs of earlier versions, and those that do their work now."""
 app = typer.Typer(
     name="pplan",
     pretty_exceptions_enable=False,
@@ -96,6 +96,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "pplan solve --gpus 8",
         "pplan solve vgg19.profile.json --gpus 16 --topology dgx-h100 --mini-batch 512 --optimizer adamw",
         "pplan solve --gpus 4 --gpu a100-40gb --runtime torchgpipe --details",
+        "pplan solve config.json --gpus 64 --gpu h100",
     ),
     "export": ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
     "import-plan": ("pplan import-plan 12,34 --profile vgg19.profile.json --mini-batch 256",),
@@ -113,7 +114,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": ("pplan verify vgg19.plan.json",),
     "schedules": ("pplan schedules", "pplan schedules show zb-h1"),
     "topology": ("pplan topology", "pplan topology show dgx-a100"),
-    "degrees": ("pplan degrees config.json --gpus 64 --gpu h100",),
     "lint": (
         "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
         "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
@@ -130,7 +130,6 @@ _STATUSES = (
 )
 _MORE = {
     "solve": "; 3 no feasible plan",
-    "degrees": "; 3 no feasible plan",
     "replan": "; 3 no feasible plan",
     "check": "; 4 beyond --fail-above",
     "compare": "; 4 beyond --fail-above",

@@ -157,7 +157,6 @@ _VERBS = {
     "plan": "solve",
     "simulation": "simulate",
     "frontier": "solve frontier=True",
-    "degrees": "degrees",
     **{name: f"export {name}" for name in RUNTIMES},
 }
 

@@ -395,4 +395,4 @@ def other_layers_warning(runtime: str | None, profiled_device: str) -> str | Non
         subject = "the imported seconds and bytes may not be those"
     else:
         subject = "these are the seconds and bytes of the profiled layers, not those"
-    return f"{subject} of {runtime}'s own kernels and memory, which pplan degrees config.json estimates"
+    return f"{subject} of {runtime}'s own kernels and memory, which pplan solve config.json estimates"

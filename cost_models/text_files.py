@@ -137,7 +137,7 @@ KINDS = {
 """A key at the top of a file that only files of this kind have, and those named before it."""
 _OTHER_KINDS = {"check": "cases", "calibration": "corrections", "sweep": "rows", "trace": "traceEvents"}
 """The same for kinds of files that no command mistakes for another."""
-COSTS, SVG, TEXT = "table or graph of costs", "SVG drawing", "text"
+COSTS, SVG, JSON, TEXT = "table or graph of costs", "SVG drawing", "JSON file", "text"
 REPORT = "report page"
 _HTML, _OF_PPLAN = "<!DOCTYPE html>", '<meta name="generator" content="pplan">'
 
@@ -188,7 +188,7 @@ def check_same_kind(path: Path, kind: str) -> None:
 def _other_json(text: str) -> str:
     content = _parse(text)
     names = (name for name, key in _OTHER_KINDS.items() if isinstance(content, dict) and key in content)
-    return TEXT if content is None else next(names, "JSON file")
+    return TEXT if content is None else next(names, JSON)
 
 
 def read_bytes(path: Path, kind: str) -> bytes:

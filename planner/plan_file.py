@@ -10,7 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from warnings import warn
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from ..cost_models.arguments import list_declarations
 from ..cost_models.document import (
@@ -18,6 +25,7 @@ from ..cost_models.document import (
     DeviceCount,
     DeviceIndex,
     Document,
+    LayerBound,
     LayerCount,
     LayerIndex,
     MadeBy,
@@ -47,6 +55,7 @@ from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedule_text import SUFFIX, register_order
 from ..cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
 from .candidate import PipelineConfig, Proposal, ScoredPlan
+from .plan_degrees import Degrees, StageDegrees, TransformerTraining
 from .plan_options import PlanOptions
 
 if TYPE_CHECKING:
@@ -80,20 +89,34 @@ ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
 RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
 
 
-class PlanShape(Record):
+_OF_TRAINING = frozenset({"degrees", "training", "update_seconds", "transfer_seconds"})
+
+
+class _PlanPart(Record):
+    """A record whose fields of plans from a transformer's configuration are in no other plan's file."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = handler(self)
+        unset = {name for name in _OF_TRAINING & content.keys() if content[name] is None}
+        return {name: value for name, value in content.items() if name not in unset}
+
+
+class PlanShape(_PlanPart):
     """What every description of a plan has: the layers of each part, and how they run.
 
     `balance` is by part of the layers, in the order in which a micro-batch passes them. Each device has
-    `virtual_stages` parts.
+    `virtual_stages` parts. `degrees`: of all stages, of a plan from a transformer's configuration.
     """
 
-    balance: Annotated[list[LayerCount], Field(min_length=1)]
+    balance: Annotated[list[LayerBound], Field(min_length=1)]
     micro_batches: MicroBatches
     micro_batch_size: MiniBatch
     """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
     schedule: ScheduleName
     virtual_stages: LayerCount = 1
     recompute: Recompute = "never"
+    degrees: Degrees | None = None
 
     @property
     def pipeline_stages(self) -> int:
@@ -112,6 +135,8 @@ class PlanShape(Record):
                 f"{where}virtual_stages is {self.virtual_stages}, which does not divide the "
                 f"{len(self.balance)} parts"
             )
+        if 0 in self.balance and self.degrees is None:
+            raise ValueError(f"{where}balance is {self.balance}: every part has a layer")
         if self.micro_batches * self.micro_batch_size != mini_batch:
             raise ValueError(
                 f"{where}micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
@@ -165,7 +190,7 @@ class Partition:
         )
 
 
-class PlannedStage(Record):
+class PlannedStage(_PlanPart):
     """Layers `first_layer` to `last_layer` (0-based, inclusive) on `replicas` devices.
 
     Seconds are those of one micro-batch on one replica, backward with what it recomputes.
@@ -185,6 +210,12 @@ class PlannedStage(Record):
     """The stage's own, where the plan's is `selective`; else as the plan's."""
     host_bytes: TotalBytes | None = None
     """What each device keeps in its host's memory, where the stage offloads."""
+    degrees: StageDegrees | None = None
+    """The stage's own, where the stages have different ones."""
+    update_seconds: PredictedSeconds | None = None
+    """Of the exchange of gradients and the optimizer's step, where the plan's step includes them."""
+    transfer_seconds: PredictedSeconds | None = None
+    """Of a micro-batch to the next stage, or of its gradients back, where the seconds are estimated."""
 
     @property
     def layers(self) -> int:
@@ -201,14 +232,12 @@ class PlannedStage(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.last_layer < self.first_layer:
+        if self.last_layer < self.first_layer - 1:
             raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
-        if (count_first_layers(self.recompute or "") or 0) >= self.layers:
+        if (count_first_layers(self.recompute or "") or -1) >= self.layers:
             raise ValueError(
                 f"recompute is {self.recompute}, and it has {format_count(self.layers, 'layer')}"
             )
-        if len(self.devices) != self.replicas:
-            raise ValueError(f"replicas is {self.replicas}, the devices are {self.devices}")
         return self
 
 
@@ -305,7 +334,7 @@ class PlanRow(PlanShape):
     replicas: list[DeviceCount]
     devices: list[list[DeviceIndex]]
     stage_recompute: list[StageRecompute] = []
-    """Empty where all parts recompute as the plan does."""
+    """Empty where all parts recompute as the plan does, or as `degrees` say."""
     memory_bytes: list[TotalBytes] = []
     runtimes: list[RuntimeName] = []
     """Of an alternative: those that run it."""
@@ -441,7 +470,9 @@ class Plan(PlanShape, Document):
     objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[PlanRow] = []
-    degrees: list[DegreeResult] = []
+    training: TransformerTraining | None = None
+    """Of a plan from a transformer's configuration."""
+    sharing: list[DegreeResult] = []
     """By how many devices share every layer, where that was chosen with the plan; the profile says which."""
     options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
     """What was asked for."""
@@ -475,6 +506,8 @@ class Plan(PlanShape, Document):
             return content
         if isinstance(content.get("order"), list):
             _register_order(content)
+        if isinstance(content.get("degrees"), list):  # so `sharing` was called until 0.1
+            content = content | {"degrees": None, "sharing": content["degrees"]}
         others = content.get("alternatives")
         if not isinstance(others, list):
             return content
@@ -494,9 +527,27 @@ class Plan(PlanShape, Document):
         _check_layers(self)
         self.check_shape(self.mini_batch)
         _check_devices(self)
+        self.check_degrees()
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
+
+    def check_degrees(self) -> None:
+        """Check the degrees of a plan from a configuration. Raises ValueError."""
+        own = [stage.degrees for stage in self.stages]
+        if self.training is None:
+            if self.degrees or any(own) or any(other.degrees for other in self.alternatives):
+                raise ValueError("degrees: without `training`, of which they are")
+            return
+        if all(own) == (self.degrees is not None) or (any(own) and not all(own)):
+            raise ValueError("degrees: must be those of the plan, or those of every stage")
+        for shape in (self, *self.alternatives):
+            if shape.degrees is not None:
+                shape.degrees.check(
+                    self.training, shape.balance, shape.virtual_stages, shape.micro_batch_size
+                )
+            elif shape is not self:
+                raise ValueError("alternatives: one has no degrees")
 
     def __repr__(self) -> str:
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
@@ -587,7 +638,9 @@ class Plan(PlanShape, Document):
             samples_per_second=self.mini_batch / self.prediction.step_seconds,
             replicas=self.replicas,
             devices=[stage.devices for stage in self.stages],
-            stage_recompute=[stage.recompute or self.recompute for stage in self.stages],
+            stage_recompute=[]
+            if self.training
+            else [stage.recompute or self.recompute for stage in self.stages],
             memory_bytes=[stage.memory_bytes for stage in self.stages],
             exact=self.prediction.exact,
         )
@@ -660,6 +713,12 @@ def _check_devices(plan: Plan) -> None:
     twice = sorted(device for device, count in uses.items() if count > plan.virtual_stages)
     if twice:
         raise ValueError(f"stages: device {twice[0]} is used {uses[twice[0]]} times")
+    for number, stage in enumerate(plan.stages):
+        own = stage.degrees or plan.degrees
+        if len(stage.devices) != stage.replicas * (own.sharers if own else 1):
+            raise ValueError(
+                f"stages.{number}: replicas is {stage.replicas}, the devices are {stage.devices}"
+            )
     if plan.gpus is not None and max(uses) >= plan.gpus:
         raise ValueError(f"stages: device {max(uses)} is used, of {plan.gpus} gpus from 0 on")
 

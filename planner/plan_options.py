@@ -53,7 +53,7 @@ class TrainingKeywords(TypedDict, total=False):
     optimizer: str
     precision: Literal["auto", "fp32", "mixed", "bf16"] | str
     gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
-    zero: int
+    zero: int | Sequence[int] | None
     runtime: str | None
     tp: Sequence[int] | int | None
     seconds_of: Literal["cpu"] | str | None

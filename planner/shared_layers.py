@@ -137,7 +137,7 @@ def _plan(
     ]
     return plan.model_copy(
         update={
-            "degrees": sorted(rows, key=lambda row: row.tensor_parallel),
+            "sharing": sorted(rows, key=lambda row: row.tensor_parallel),
             "prediction": prediction,
             "warnings": list(dict.fromkeys([*plan.warnings, *ended])),
             "searched": _of_all(solved, lambda each: describe_search(each.own.problem)),

@@ -24,7 +24,6 @@ from .cost_models.errors import (
 
 if TYPE_CHECKING:
     from .api.check import check
-    from .api.degrees import degrees
     from .api.explain import compare, data_parallel, explain, replan
     from .api.export import export
     from .api.html_report import report
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
     "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
-    "data_parallel", "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
+    "data_parallel", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
     "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
     "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
 ]
@@ -56,7 +55,6 @@ __all__ = [
 
 _ROOMS = {
     "api.check": "check",
-    "api.degrees": "degrees",
     "api.explain": "compare data_parallel explain replan",
     "api.export": "export",
     "api.import_plan": "import_plan",
@@ -83,6 +81,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("pplan")
+    if name == "degrees":
+        raise AttributeError(
+            "pplan.degrees is part of pplan.solve: pplan.solve('config.json', gpus=64, gpu='h100')"
+        )
     if name not in _MODULES:
         raise AttributeError(f"module 'pplan' has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -9,9 +9,8 @@ Sources: megatron-core's `transformer/pipeline_parallel_layer_layout.py` and
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd
@@ -23,8 +22,8 @@ from ..cost_models.errors import ExportError, UsageError
 from ..cost_models.memory import recompute_kinds
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_warning
-from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..planner.plan_file import BUFFER_WARNING, Plan, PlanRow
+from .degree_exports import export_degrees
 from .documents import (
     DeepspeedExport,
     ExportDocument,
@@ -40,6 +39,15 @@ from .documents import (
     stage_bounds,
 )
 from .torch_actions import OWN_ORDER, action_rows, build_program, device_stages, schedule_class
+from .trainer_words import (
+    DISTRIBUTED_OPTIMIZER,
+    INSTEAD,
+    WORDS,
+    ModuleNames,
+    write_flags,
+    write_layout,
+    write_overrides,
+)
 from .transformer_blocks import (
     FirstBlocksError,
     NotBlocksError,
@@ -54,8 +62,6 @@ from .transformer_blocks import (
     is_small,
 )
 
-INSTEAD = ". Exported instead"
-"""What of a remark follows the reason."""
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
@@ -389,6 +395,8 @@ def export_on(
 ) -> tuple[ExportDocument, str | None]:
     """The document and the remark, for devices that the plan need not be for. Raises ExportError,
     UsageError."""
+    if plan.training is not None:
+        return export_degrees(runtime, plan, plan.training, made_by or MadeBy())
     choice, remark = choose(plan, runtime)
     request = ExportRequest(plan, runtime, choice, remark, device, made_by or MadeBy())
     document, remarks = globals()[runtime.exporter](request)
@@ -613,13 +621,6 @@ def export_megatron(request: ExportRequest) -> tuple[LayoutExport, Remarks]:
     return document, [*remarks, request.device_remark()]
 
 
-def write_layout(blocks: Sequence[int], predictors: int = 0, predictor_offset: int = 0) -> str:
-    """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
-    last: `Et*3|t|t*2L` for 3, 1 and 2. Multi-token predictors, m, stand so many stages before the last."""
-    stages = "|".join(stage_letters(blocks, predictors, predictor_offset))
-    return re.sub(r"([tm])\1+", lambda match: f"{match[1]}*{len(match[0])}", stages)
-
-
 def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:
     """Transformer blocks of each stage. Raises ExportError where a stage ends inside the head."""
     stages = [model.blocks_before(end) - model.blocks_before(first) for first, end in pairwise((0, *ends))]
@@ -633,24 +634,6 @@ def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtim
                 f"granularity='module:{model.list_name}.*'), and make the plan again: pplan solve",
             )
     return stages
-
-
-def write_flags(settings: Mapping[str, object]) -> list[str]:
-    """Megatron-LM's arguments, of settings by its names for them."""
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-def write_overrides(settings: Mapping[str, object]) -> list[str]:
-    """The same as overrides of a recipe of Megatron-Bridge (NeMo), whose sections have those names."""
-    sections = {
-        **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
-        **dict.fromkeys(("data_parallel_sharding_strategy", "grad_reduce_in_fp32"), "ddp"),
-    }
-    return [f"{sections.get(name, 'model')}.{name}={value}" for name, value in settings.items()]
-
-
-DISTRIBUTED_OPTIMIZER = [f"{section}.use_distributed_optimizer=true" for section in ("ddp", "optimizer")]
-"""Overrides of Megatron-Bridge."""
 
 
 def _spreads(request: ExportRequest) -> bool:
@@ -706,16 +689,6 @@ def _megatron_remarks(
         )
 
 
-@dataclass(frozen=True)
-class ModuleNames:
-    """What a decoder's modules are called: `blocks` is the list of its blocks."""
-
-    embedding: str
-    blocks: str
-    norm: str
-    head: str
-
-
 def list_modules(model: Transformer, ends: Sequence[int], words: ModuleNames | None) -> list[list[str]]:
     """By stage, the names of its modules: the model's own, or `words`, whose norm goes with the first layer
     of the head and whose head goes with the last. `ends` are whole.
@@ -745,10 +718,6 @@ def _modules(model: Transformer, layer: int, words: ModuleNames | None) -> list[
         return [words.embedding]
     final = layer == len(model.names) - 1
     return [words.norm] * (layer == last) + [words.head] * final
-
-
-WORDS = ModuleNames("tok_embeddings", "layers", "norm", "lm_head")
-"""What its models' modules are called."""
 
 
 @dataclass(frozen=True)

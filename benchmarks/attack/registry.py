@@ -132,6 +132,7 @@ NOT_BOUNDS: dict[str, str] = {
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "candidate.py:Proposal.bounds": "first and last layers of stages",
+    "degrees/degree_plan.py:build_degree_plan": "the bound of an answer, as a plan says it",
     "degrees/degree_search.py:_best_division": "the plan of some divisions",
     "degrees/division_bound.py:_DivisionProgramme.bounds": "a part of least_division, attacked with it",
     "degrees/degree_search.py:_BestPlans.try_combination": "a part of search_degrees, attacked with it",

@@ -74,17 +74,17 @@ def readers(file: str) -> list[Command]:
             ["import-plan", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],
         ]
     if file in CONFIGS:
-        own = ["degrees", file, "--gpu", "h100"]
+        own = ["solve", file, "--gpu", "h100", "-o", "made.plan.json"]
         return [
             [*own, "--gpus", "8"],
             [*own, "--gpus", "8", "--json", "--mini-batch", "64", "--sequence", "1024"],
             [*own, "--gpus", "4", "--ep", "1,2", "--tp", "1,2"],
             [*own, "--gpus", "8", "--zero", "0,3", "--recompute", "selective", "--cp", "1,2"],
-            [*own, "--gpus", "8", "--pp", "2,4", "--virtual-stages", "2,3", "-o", "made.degrees.json"],
+            [*own, "--gpus", "8", "--pp", "2,4", "--virtual-stages", "2,3", "--force"],
         ]
     if file == "kernels.csv":
         own = [
-            "degrees",
+            "solve",
             "mixture.json",
             "--gpus",
             "2",
@@ -98,7 +98,7 @@ def readers(file: str) -> list[Command]:
         return [
             [*own, "--pp", "1"],
             [*own, "--pp", "2", "--json"],
-            ["degrees", file, "--gpus", "2"],
+            ["solve", file, "--gpus", "2"],
             ["show", file],
         ]
     if file == SCHEDULE:
@@ -115,7 +115,7 @@ def readers(file: str) -> list[Command]:
             ["config"],
             ["config", "--json"],
             ["solve", PLAIN, "--gpus", "2", *QUICK, "-o", "made.plan.json"],
-            ["degrees", "config.json", "--pp", "1"],
+            ["lint", "EttL", "--model", "config.json"],
             ["schedules", "show", "gpipe"],
         ]
     if file in (CHECK, FRONTIER):
@@ -123,7 +123,8 @@ def readers(file: str) -> list[Command]:
         own = ["report", "plain.plan.json", option, file, "-o", "made.html"]
         return [own, ["show", file], ["report", file]]
     if file == "degrees.json":
-        return [["show", file], ["show", file, "--json"], ["export", "torch", file], ["solve", file]]
+        exports = [["export", name, file, "-o", "made.sh"] for name in ("megatron", "torchtitan", "torch")]
+        return [["show", file], ["show", file, "--json"], ["verify", file], ["solve", file], *exports]
     return [
         ["import", file, "-o", "made.profile.json"],
         ["import", file, "--json", "-o", "made.profile.json"],
@@ -275,7 +276,6 @@ VERBS = (
     "verify",
     "topology",
     "report",
-    "degrees",
     "schedules",
     "config",
     "schema",

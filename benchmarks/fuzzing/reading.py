@@ -30,7 +30,6 @@ from pplan.cost_models.text_files import read_text
 from pplan.cost_models.topology_file import load_topology
 from pplan.cost_models.transformer.configuration import load_transformer_shape
 from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
-from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.profiler import journal
@@ -84,7 +83,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     **dict.fromkeys(KINDS["topology"], load_topology),
     **dict.fromkeys(CONFIGS, load_transformer_shape),
     "kernels.csv": load_kernel_table,
-    "degrees.json": DegreesFile.load,
+    "degrees.json": Plan.load,
     **dict.fromkeys((*EXPORTS, *PARTITIONS), _read_partition),
     **dict.fromkeys(KINDS["schedule"], _read_schedule),
     DEFAULTS_FILE: _read_defaults,

@@ -36,7 +36,7 @@ memory = "16GiB"
 schedule = "1f1b"
 keep-together = ["transformer.h.*"]
 details = true
-[degrees]
+[lint]
 gpus = 4
 gpu = "h100"
 """
@@ -142,7 +142,7 @@ def _write(folder: Path) -> None:
         (folder / name).write_text(json.dumps(config, indent=1))
     for name, text in PARTITIONS.items():
         (folder / name).write_text(text)
-    _run("degrees", "mixture.json", "--gpus", "4", "--gpu", "h100", "--pp", "2", "-o", "degrees.json")
+    _run("solve", "mixture.json", "--gpus", "4", "--gpu", "h100", "--pp", "2", "-o", "degrees.json")
     for name, of in SOLVED.items():
         _run("solve", of, *MACHINE, "--time-limit", "2s", "-o", name)
     for name, (of, partition, more) in IMPORTED.items():

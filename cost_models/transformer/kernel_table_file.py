@@ -67,7 +67,7 @@ def load_kernel_table(path: Path) -> KernelTable:
     return KernelTable(peaks.pop() * TERA, table, str(path))
 
 
-_HINT = "See the columns in docs/degrees.md."
+_HINT = "See the columns in docs/solving.md."
 
 
 def _share(

@@ -111,7 +111,7 @@ class Overheads:
 
     `gap`: seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass
     of a layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
-    measured steps of Megatron-LM on B200 (docs/degrees.md): on other machines they are assumptions.
+    measured steps of Megatron-LM on B200 (docs/solving.md): on other machines they are assumptions.
     """
 
     gap: float = 60e-6

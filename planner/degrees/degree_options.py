@@ -4,37 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from ...cost_models import arguments
 from ...cost_models.arguments import Options, option, read_whole_number
 from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.quantities import parse_rate
 
+IMPLEMENTATIONS = ("megatron", "torchtitan", "transformers")
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
+"""Words that the search takes, and in files until 0.1."""
+_RECOMPUTE_WORDS = {
+    "never": "none",
+    "first_layers": "partial",
+    "always": "full",
+    **{word: word for word in RECOMPUTES},
+}
 CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring", "all-gather")
 
 
-class DegreeKeywords(TypedDict, total=False):
-    """The fields of `DegreeOptions`, as a caller may give them."""
+class ConfigurationKeywords(TypedDict, total=False):
+    """The fields of `DegreeOptions` that a profile has none of, as a caller may give them."""
 
-    mini_batch: int
+    implementation: Literal["megatron"] | str
+    kernels: str | Path | None
     sequence: int
     layers: int | None
     predictors: int
-    tp: Sequence[int] | None
     pp: Sequence[int] | None
     cp: Sequence[int] | None
     ep: Sequence[int] | None
-    zero: int | Sequence[int] | None
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
-    recompute: str
     offload: bool
-    host_bandwidth: float | None
     context_exchange: str
     by_stage: bool
     fix: Mapping[str, int] | None
+
+
+class DegreeKeywords(ConfigurationKeywords, total=False):
+    """The fields of `DegreeOptions`, as a caller may give them."""
+
+    mini_batch: int | None
+    tp: Sequence[int] | int | None
+    zero: int | Sequence[int] | None
+    recompute: str
+    host_bandwidth: float | None
 
 
 def _counts(name: str, value: Any) -> tuple[int, ...] | None:
@@ -50,8 +66,39 @@ def _read_counts(text: str, name: str) -> tuple[int, ...]:
     return tuple(read_whole_number(1)(part.strip(), name) for part in text.split(","))
 
 
+PANEL = "Of a config.json alone"
+
+
+def _option(default: Any, check: Any, what: str, form: str | None = None, **more: Any) -> Any:
+    return option(default, check, what, form, panel=PANEL, **more)
+
+
 def _degree_option(what: str) -> Any:
-    return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
+    return _option(None, _counts, what, "N[,N]", read=_read_counts)
+
+
+def _mini_batch(name: str, value: Any) -> int:
+    return 256 if value is None else arguments.whole(name, value, at_least=1)
+
+
+def _recompute(name: str, value: Any) -> str:
+    word = arguments.word(name, value).replace("-", "_")
+    if word not in _RECOMPUTE_WORDS:
+        raise UsageError(
+            f"{name}={value!r}: not known for a configuration",
+            "Use one of: auto, never, selective, first-layers, always; `offload` is an option.",
+        )
+    return _RECOMPUTE_WORDS[word]
+
+
+def _implementation(name: str, value: Any) -> str:
+    if value in IMPLEMENTATIONS[1:]:
+        raise UsageError(
+            f"{name}={value!r}: its kernels, and what they keep for backward, are not known",
+            "Omit it: the seconds and bytes are those of Megatron-LM with Transformer Engine, and an export "
+            "to another trainer says so.",
+        )
+    return _one_word(IMPLEMENTATIONS[:1])(name, value)
 
 
 def _predictors(name: str, value: Any) -> int:
@@ -153,41 +200,48 @@ class DegreeOptions(Options):
                 "offload: no degrees by stage, their stages do not offload", "Omit `offload`, or `by_stage`."
             )
 
+    implementation: str = _option(
+        "megatron",
+        _implementation,
+        "Whose code is costed: megatron, with Transformer Engine.",
+        "megatron",
+        words=IMPLEMENTATIONS,
+    )
+    kernels: Path | None = _option(
+        None, arguments.optional_path, "A CSV file of measured kernels; default: the GPU's limits.", "FILE"
+    )
     mini_batch: int = option(
         256,
-        arguments.whole,
+        _mini_batch,
         "Global batch: sequences of one optimizer step.",
         "B",
         panel="The training",
         least=1,
         aliases=("--batch-size", "--global-batch-size"),
     )
-    sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", panel="The training", least=1)
-    layers: int | None = option(
+    sequence: int = _option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
+    layers: int | None = _option(
         None,
         arguments.optional_whole,
         "Layers of the model, where not all of the configuration's.",
         "N",
-        panel="The training",
         least=1,
     )
-    predictors: int = option(
+    predictors: int = _option(
         0,
         _predictors,
         "Multi-token predictors that are trained behind the layers (DeepSeek-V3 has 1).",
         "N",
-        panel="The training",
         least=0,
         aliases=("--mtp-num-layers",),
     )
-    zero: Sequence[int] | None = option(
+    zero: Sequence[int] | None = _option(
         None,
         _zero,
         "Allowed stages of ZeRO: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
         "gradients too, 3 the weights too (2 and 3: FSDP, without a pipeline); default: 0 to 3 without a "
         "pipeline, 1 in one.",
         "N[,N]",
-        panel="The training",
         read=_read_zero,
     )
     tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
@@ -203,52 +257,45 @@ class DegreeOptions(Options):
         "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8, of all "
         "devices no more than layers, embedding and head."
     )
-    recompute: str = option(
+    recompute: str = _option(
         "auto",
-        _one_word(RECOMPUTES),
-        "What runs forward again before its backward: none, selective (attention), partial (the first blocks "
-        "of each stage), full (every block), or auto (any of these).",
-        "auto|none|selective|partial|full",
-        panel="The search",
-        words=RECOMPUTES,
+        _recompute,
+        "What runs forward again before its backward: never, selective (attention), first-layers (the first "
+        "blocks of each stage), always (every block), or auto (any of these).",
+        "auto|never|selective|first-layers|always",
     )
-    offload: bool = option(
+    offload: bool = _option(
         False,
         arguments.flag,
         "Also try to keep what attention and experts save for backward in the host's memory, as "
         "megatron-core does it.",
-        panel="The search",
     )
-    host_bandwidth: float | None = option(
+    host_bandwidth: float | None = _option(
         None,
         arguments.optional_rate,
         "Of a GPU's copies to the host's memory, and as much back; default: 85 % of its link to the host.",
         "50GB/s",
-        panel="The search",
         read=parse_rate,
     )
-    context_exchange: str = option(
+    context_exchange: str = _option(
         "auto",
         _one_word(CONTEXT_EXCHANGES),
         "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
         "and values go round), all-gather (each has all keys and values), or auto (any of these).",
         "auto|all-to-all|ring|all-gather",
-        panel="The search",
         words=CONTEXT_EXCHANGES,
     )
-    by_stage: bool = option(
+    by_stage: bool = _option(
         False,
         arguments.flag,
         "Also look for a 1F1B pipeline whose stages have numbers of devices, degrees and recomputation of "
         "their own.",
-        panel="The search",
     )
-    fix: Mapping[str, int] | None = option(
+    fix: Mapping[str, int] | None = _option(
         None,
         _fixed,
         "One value of a degree: micro-batch-size=2, as the option of that name has it. Can be repeated.",
         "NAME=N",
-        panel="The search",
         read=_read_fixed,
         repeats=True,
     )

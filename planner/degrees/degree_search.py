@@ -21,13 +21,13 @@ from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
+from ..plan_degrees import SAME
 from .again_numbers import AgainNumbers
 from .degree_combinations import (
     Combination,
     list_combinations,
     most_recompute_blocks,
 )
-from .degree_file import SAME
 from .degree_options import DegreeOptions
 from .degree_refusals import nothing_fits, nothing_possible
 from .division_bound import least_division

@@ -72,13 +72,7 @@ class LayerPlan:
         """Of which blocks the forward runs again, in words."""
         again = sum(own.again for own in self.blocks)
         some = f"{again} of {len(self.blocks)} blocks"
-        return {0: "none", len(self.blocks): "full"}.get(again, some)
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Samples on a replica, where all blocks have as many replicas."""
-        counts = {own.degrees.data for own in self.blocks}
-        return self.samples // counts.pop() if len(counts) == 1 else None
+        return {0: "never", len(self.blocks): "always"}.get(again, some)
 
 
 def plan_layer_degrees(

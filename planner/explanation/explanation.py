@@ -215,7 +215,7 @@ _AIMS = {
 def _notes(context: ExplainContext, plan: Plan) -> list[str]:
     step, predicted = context.present.step_seconds, plan.prediction.step_seconds
     notes = [] if context.fits else ["the plan does not fit into the memory of its devices"]
-    if plan.degrees:
+    if plan.sharing:
         sharers = plan.profile.tensor_parallel
         words = "one device has a layer" if sharers == 1 else f"{sharers} devices share every layer"
         notes.append(f"in all other plans here {words}, as in this one")

@@ -54,7 +54,8 @@ from ..runtimes.checking.records import (
     WeightSum,
 )
 from ..runtimes.documents import BuiltExport, TorchExport
-from ..runtimes.exports import INSTEAD, choose, export_on
+from ..runtimes.exports import choose, export_on
+from ..runtimes.trainer_words import INSTEAD
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 from .options import CheckKeywords, CheckOptions

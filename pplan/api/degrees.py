@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import options_from
 from ..cost_models.document import MadeBy
-from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.errors import FileError, InfeasibleError, UsageError
 from ..cost_models.machines import (
     ROOFLINES,
     MachineKeywords,
@@ -21,100 +22,143 @@ from ..cost_models.machines import (
 )
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.text_files import JSON, decode_text, file_kind, read_bytes, sha256
 from ..cost_models.topology import UNKNOWN_DEVICE, Topology
 from ..cost_models.topology_file import ProfiledDevice, make_topology
-from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
+from ..cost_models.transformer.configuration import (
+    load_transformer_shape,
+    read_configuration,
+    transformer_shape,
+)
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.kernel_table_file import load_kernel_table
-from ..cost_models.transformer.layer_table import StageEstimate
+from ..cost_models.transformer.model_families import SIZE_KEYS
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_combinations import options_to_allow
-from ..planner.degrees.degree_file import (
-    BaselineEntry,
-    ByStageEntry,
-    DegreesFile,
-    LedgerEntry,
-    OwnStageEntry,
-    PlanEntry,
-    StageEntry,
-    StagePlanEntry,
-)
 from ..planner.degrees.degree_options import DegreeKeywords, DegreeOptions
-from ..planner.degrees.degree_search import DegreeAnswer, DegreeBaseline, DegreePlan, search_degrees
+from ..planner.degrees.degree_plan import build_degree_plan
+from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
-from ..planner.degrees.stage_degree_search import OwnStage, StageAnswer, check_blocks, search_stage_degrees
-from .degree_arguments import (
-    megatron_arguments,
-    megatron_bridge_overrides,
-    megatron_remarks,
-    nemo_automodel_remarks,
-    nemo_automodel_sections,
-    torchtitan_arguments,
-    torchtitan_remarks,
-)
+from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
+from ..planner.plan_file import Plan
 from .machine import count_gpus
+from .provenance import made_by
 
 _GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
 
 
 class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
-    """The options of `degrees`, besides the configuration."""
+    """The options of a transformer's configuration."""
+
+    gpus: int | None
 
 
-@describe_options(DegreesKeywords, DegreeOptions, MachineOptions)
-def degrees(
-    config: str | Path | Mapping[str, Any],
-    *,
-    gpus: int | None = None,
-    kernels: str | Path | None = None,
-    **options: Unpack[DegreesKeywords],
-) -> DegreeAnswer:
-    """The fastest ways to train a transformer on `gpus`, or on all of a `topology`: tensor, context, expert,
-    pipeline and data parallelism.
+@dataclass(frozen=True)
+class Configuration:
+    """Sizes of a transformer, with the name and the hash of the file that they were read from."""
 
-    `config`: the model's config.json (its path, or what it says). `kernels`: a CSV file of measured kernels.
-    The machine as of `solve`, `gpu` or a topology with devices of a preset; options as of `DegreeOptions`.
-    Of the result: `plans`, the fastest first, each with its `estimate` of step and memory, and
-    `bound_seconds`; with `by_stage` also `by_stage.plan`, whose stages have degrees of their own, where that
-    is faster.
+    shape: TransformerShape
+    file: str
+    sha256: str
 
-    >>> import pplan
-    >>> config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    >>> answer = pplan.degrees(config, gpus=8, gpu="h100", mini_batch=64)
-    >>> answer.plans[0].degrees
-    ParallelDegrees(tensor=1, context=1, expert=1, pipeline=1, data=8, zero=2, exchange='all-to-all')
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.shape.name
 
-    Raises UsageError, FileError, and InfeasibleError where nothing fits.
+
+def find_configuration(source: object) -> Configuration | None:
+    """Read a transformer's configuration: its keys, the path of its file, or `hf:` and a name.
+
+    Returns:
+        The configuration. None for what should be a profile.
+
+    Raises:
+        UsageError: The keys are not those of a transformer.
+        FileError: The file cannot be read, or is neither a configuration nor another file of pplan.
     """
-    table = arguments.optional_path("kernels", kernels)
-    values: dict[str, Any] = dict(options) if gpus is None else {**options, "gpus": gpus}
+    if isinstance(source, Mapping):
+        if not _SIZES & source.keys():
+            return None
+        return Configuration(transformer_shape(source), "", sha256(json.dumps(source, default=str)))
+    if isinstance(source, str) and source.startswith(_OF_TRANSFORMERS):
+        keys = _named_configuration(source)
+        return Configuration(transformer_shape(keys, source), source, sha256(json.dumps(keys, default=str)))
+    if not isinstance(source, str | Path):
+        return None
+    path = Path(source)
+    content = read_bytes(path, "profile")
+    if file_kind(decode_text(content, path, "profile")) != JSON:
+        return None
+    if not _SIZES & read_configuration(path).keys():
+        raise FileError(
+            f"{path}: is neither a profile nor the configuration of a transformer",
+            "Give what pplan profile wrote, or a config.json with model_type, hidden_size and so on.",
+        )
+    return Configuration(load_transformer_shape(path), path.name, sha256(content))
+
+
+_OF_TRANSFORMERS = "hf:"
+_SIZES = {"model_type", "text_config", *SIZE_KEYS["hidden"], *SIZE_KEYS["layers"]}
+"""Keys of which every configuration has one."""
+
+
+def _named_configuration(name: str) -> dict[str, Any]:
+    """Return the keys of a configuration that transformers builds by its name, such as `hf:llama`."""
+    from ..profiler.transformers_models import configure_model, transformers_session
+
+    with transformers_session() as transformers:
+        config = configure_model(transformers, name.removeprefix(_OF_TRANSFORMERS), {}).config
+    return dict(config.to_diff_dict() | {"model_type": config.model_type})
+
+
+def search_configuration(
+    config: str | Path | Mapping[str, Any], **options: Unpack[DegreesKeywords]
+) -> DegreeAnswer:
+    """Search the degrees of a configuration, with the options of `solve`. Raises as `solve`."""
+    machine, degree_options = read_options(options)
+    return find_degrees(read_shape(config), degree_options, machine_costs(machine, degree_options))
+
+
+def read_options(options: Mapping[str, Any]) -> tuple[MachineOptions, DegreeOptions]:
+    """Read the options of a configuration. Raises UsageError for those of a profile."""
+    values = dict(options)
     if "batch_size" in values:  # the name of earlier versions
         values.setdefault("mini_batch", values.pop("batch_size"))
-    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="degrees")
-    return find_degrees(read_shape(config), machine, degree_options, table)
+    machine, degree_options = options_from(
+        values, MachineOptions, DegreeOptions, of="solve with a configuration"
+    )
+    return machine, degree_options
 
 
 def read_shape(config: str | Path | Mapping[str, Any]) -> TransformerShape:
-    """Of a config.json (its path, or what it says). Raises UsageError and FileError."""
+    """Read a config.json (its path, or its keys). Raises UsageError and FileError."""
     if isinstance(config, Mapping):
         return transformer_shape(config)
     return load_transformer_shape(arguments.path("config", config))
 
 
-def find_degrees(
-    shape: TransformerShape, machine: MachineOptions, options: DegreeOptions, kernels: Path | None
-) -> DegreeAnswer:
-    """The same, of what is read."""
+def solve_configuration(config: Configuration, machine: MachineOptions, options: DegreeOptions) -> Plan:
+    """Find the fastest plan of a configuration. Raises UsageError, FileError and InfeasibleError."""
+    costed = machine_costs(machine, options)
+    answer = find_degrees(config.shape, options, costed)
+    plan = costed.plan(answer)
+    reference = plan.profile.model_copy(update={"file": config.file, "sha256": config.sha256})
+    update = {"profile": reference, "notes": _notes(answer), "made_by": made_by(MadeBy())}
+    return plan.model_copy(update=update)
+
+
+def find_degrees(shape: TransformerShape, options: DegreeOptions, machine: MachineCosts) -> DegreeAnswer:
+    """Search the degrees of a shape, and compare with the baselines."""
     if options.layers is not None:
         shape = shape.with_blocks(options.layers)
     if options.by_stage:
         options.check_by_stage()
         check_blocks(shape)
-    topology, costs, limit = machine_costs(machine, kernels, options.host_bandwidth)
-    if options.by_stage:
-        check_device_parts(topology)
+        check_device_parts(machine.topology)
+    topology, costs, limit = machine.topology, machine.costs, machine.limit_bytes
     try:
         answer = search_degrees(shape, topology.gpus, costs, options, limit)
     except InfeasibleError as error:
@@ -126,15 +170,37 @@ def find_degrees(
     return answer.with_baselines(degree_baselines(shape, topology, costs, options, limit))
 
 
-def machine_costs(
-    machine: MachineOptions, kernels: Path | None, host_rate: float | None = None
-) -> tuple[Topology, RankCosts, float]:
-    """The devices and links, what kernels take on them, and what the ledger of a device may add up to.
-    `host_rate`: bytes per second of copies to the host; None: those of the GPU's link."""
+@dataclass(frozen=True)
+class MachineCosts:
+    """Devices and links, seconds of kernels on them, and the memory of a device.
+
+    `limit_bytes`: the most that the ledger of a device may add up to. `context_bytes`: memory that its
+    process takes first.
+    """
+
+    topology: Topology
+    costs: RankCosts
+    limit_bytes: float
+    context_bytes: float
+
+    def plan(self, answer: DegreeAnswer) -> Plan:
+        """Build the plan of an answer."""
+        return build_degree_plan(answer, self.topology, self.context_bytes)
+
+
+def machine_costs(machine: MachineOptions, options: DegreeOptions) -> MachineCosts:
+    """Read the machine and the kernels that the options name. Raises UsageError and FileError."""
     topology = build_machine(machine)
-    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    rate = host_bandwidth(topology.device(0).name) if host_rate is None else host_rate
-    return topology, replace(costs, host_bandwidth=rate), usable_bytes(topology)
+    device = topology.device(0)
+    costs = rank_costs(topology, None if options.kernels is None else load_kernel_table(options.kernels))
+    rate = host_bandwidth(device.name) if options.host_bandwidth is None else options.host_bandwidth
+    context = device_context(device.name)
+    return MachineCosts(
+        topology,
+        replace(costs, host_bandwidth=rate),
+        usable_bytes(topology),
+        0.0 if context is None else context.value,
+    )
 
 
 def _with_memory(error: InfeasibleError, topology: Topology) -> InfeasibleError:
@@ -193,126 +259,6 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     return RankCosts(limits, TopologyLinks(topology), table)
 
 
-def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
-    """The answer as a file."""
-    shape = answer.shape
-    return DegreesFile(
-        model=shape.name,
-        layer_count=shape.blocks,
-        parameters=shape.parameters(),
-        active_parameters=shape.active_parameters(),
-        devices=answer.devices,
-        mini_batch=answer.options.mini_batch,
-        sequence=answer.options.sequence,
-        combinations=answer.combinations,
-        bound_seconds=answer.bound_seconds,
-        gap=answer.gap,
-        limit_bytes=answer.limit_bytes if answer.limit_bytes < float("inf") else None,
-        kernels=len(answer.kernels),
-        assumed_kernels=len(answer.assumed_kernels),
-        plans=[_plan_entry(answer, plan) for plan in answer.plans],
-        baselines=[_baseline_entry(own) for own in answer.baselines],
-        by_stage=None if answer.by_stage is None else _by_stage_entry(answer.by_stage),
-        notes=_notes(answer),
-        made_by=made_by,
-    )
-
-
-def _baseline_entry(baseline: DegreeBaseline) -> BaselineEntry:
-    plan, by_layer = baseline.plan, baseline.by_layer
-    if by_layer is not None:
-        return BaselineEntry(
-            name=baseline.name,
-            degrees=by_layer.describe(),
-            recompute=by_layer.recompute,
-            micro_batch_size=by_layer.micro_batch_size,
-            step_seconds=by_layer.step_seconds,
-        )
-    if plan is None:
-        return BaselineEntry(name=baseline.name, reason=baseline.reason)
-    return BaselineEntry(
-        name=baseline.name,
-        degrees=plan.degrees.describe(),
-        recompute=plan.recompute,
-        micro_batch_size=plan.micro_batch_size,
-        step_seconds=plan.estimate.step_seconds,
-    )
-
-
-def _by_stage_entry(answer: StageAnswer) -> ByStageEntry:
-    plan = answer.plan
-    if plan is None:
-        return ByStageEntry(plan=None, bound_seconds=answer.bound_seconds)
-    stages = zip(plan.stages, plan.estimate.stages, strict=True)
-    entry = StagePlanEntry(
-        micro_batch_size=plan.samples,
-        micro_batches=plan.micro_batches,
-        step_seconds=plan.estimate.step_seconds,
-        pipeline_seconds=plan.estimate.pipeline_seconds,
-        update_seconds=plan.estimate.update_seconds,
-        transfer_seconds=list(plan.transfers),
-        peak_bytes=plan.estimate.peak_bytes,
-        stages=[_own_stage_entry(own, costs) for own, costs in stages],
-    )
-    return ByStageEntry(plan=entry, bound_seconds=answer.bound_seconds)
-
-
-def _own_stage_entry(own: OwnStage, costs: StageEstimate) -> OwnStageEntry:
-    degrees = own.devices.degrees
-    return OwnStageEntry(
-        first_device=own.devices.first,
-        devices=own.devices.size,
-        degrees=degrees.describe(),
-        tensor=degrees.tensor,
-        context=degrees.context,
-        expert=degrees.expert,
-        data=degrees.data,
-        zero=degrees.zero,
-        exchange=degrees.exchange,
-        recompute=own.recompute.kind,
-        recompute_blocks=own.recompute.blocks,
-        costs=_stage_entry(costs),
-    )
-
-
-def _stage_entry(stage: StageEstimate) -> StageEntry:
-    return StageEntry(
-        blocks=[(blocks.start, blocks.stop - 1) for blocks in stage.blocks],
-        forward_seconds=stage.forward_seconds,
-        backward_seconds=stage.backward_seconds,
-        update_seconds=stage.update_seconds,
-        ledger=LedgerEntry(**stage.ledger),
-        host_bytes=stage.host_bytes,
-    )
-
-
-def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
-    estimate = plan.estimate
-    return PlanEntry(
-        degrees=plan.degrees.describe(),
-        **vars(plan.degrees),
-        micro_batch_size=plan.micro_batch_size,
-        micro_batches=plan.micro_batches,
-        recompute=plan.recompute,
-        recompute_blocks=plan.recompute_blocks,
-        schedule="1f1b" if plan.virtual_stages == 1 else "interleaved",
-        virtual_stages=plan.virtual_stages,
-        predictors=plan.setting.predictors,
-        predictor_offset=plan.setting.predictor_offset,
-        step_seconds=estimate.step_seconds,
-        pipeline_seconds=estimate.pipeline_seconds,
-        update_seconds=estimate.update_seconds,
-        peak_bytes=estimate.peak_bytes,
-        blocks=list(plan.blocks),
-        stages=[_stage_entry(stage) for stage in estimate.stages],
-        megatron=megatron_arguments(answer, plan),
-        megatron_bridge=megatron_bridge_overrides(answer, plan),
-        torchtitan=torchtitan_arguments(answer, plan),
-        nemo_automodel=nemo_automodel_sections(answer, plan),
-        remarks=megatron_remarks(plan) + torchtitan_remarks(plan) + nemo_automodel_remarks(plan),
-    )
-
-
 def configuration_notes(shape: TransformerShape, sequence: int, predictors: int) -> list[str]:
     """Say what is not known of a configuration, or not counted.
 
@@ -339,7 +285,11 @@ def configuration_notes(shape: TransformerShape, sequence: int, predictors: int)
 def _by_stage_notes(answer: DegreeAnswer) -> list[str]:
     assert answer.by_stage is not None
     if answer.by_stage.plan is None:
-        return []
+        step, bound = answer.plans[0].estimate.step_seconds, answer.by_stage.bound_seconds
+        if bound < step * (1 - 1e-9):
+            none = f"none was found that is faster; one would take at least {format_seconds(bound)}"
+            return [f"degrees by stage: {none}"]
+        return ["degrees by stage: none of the 1F1B pipelines that were searched is faster"]
     notes = [
         "no arguments for degrees by stage: Megatron-LM, torchtitan and NeMo AutoModel have one set of "
         "degrees for all stages, and a stage of PyTorch's pipelining sends to one rank; a runtime must send "

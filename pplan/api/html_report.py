@@ -173,7 +173,7 @@ def find_beside(path: Path) -> FilesBeside:
     plan = Plan.parse(text, str(path))
     profile = profile_next_to(path, plan)
     return FilesBeside(
-        profile if plan.profile.file and profile.is_file() else None,
+        profile if plan.training is None and plan.profile.file and profile.is_file() else None,
         _newest(path.parent, "frontier", lambda file: _same_frontier(file, plan)),
         _newest(path.parent, "check", lambda file: Check.load(file).plan_sha256 == sha256(text)),
     )

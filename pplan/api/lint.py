@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options, list_declarations, options_from
+from ..cost_models.arguments import describe_options
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
@@ -18,14 +18,21 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from ..planner.degrees.degree_combinations import virtual_stage_numbers
 from ..planner.degrees.degree_options import DegreeOptions
-from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
+from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
-from ..runtimes.exports import write_layout
+from ..planner.plan_file import Plan, PlannedStage
+from ..runtimes.degree_exports import degree_request
 from ..runtimes.imports import split_layout
-from .degrees import DegreesKeywords, configuration_notes, machine_costs, read_shape
+from .degrees import DegreesKeywords, configuration_notes, machine_costs, read_options, read_shape
+from .plan_summary import describe_degrees
 
 EVEN = "even"
 """In the place of a layout: none is given, and Megatron-LM divides the blocks evenly."""
+
+
+def plan_layout(plan: Plan) -> str | None:
+    """Return the layout of a plan from a configuration, as Megatron-LM takes it; None for other plans."""
+    return None if plan.training is None else degree_request(plan, plan.training).layout
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class LayoutReport:
 
     `stages`: the letters of each (virtual) stage. `problems`: why Megatron-LM does not train the model so;
     `remarks`: what is odd, and what is not known of the configuration. With a machine, and where there are
-    no problems, `plan` is the layout at the degrees that suit it best, `limit_bytes` what a device has for
-    it, and `best` the search of all layouts at the same degrees; None where none fits.
+    no problems, `plan` is the layout at the degrees that suit it best, and `best` the best plan of all
+    layouts at the same degrees; None where none fits.
     """
 
     layout: str
@@ -44,9 +51,8 @@ class LayoutReport:
     pipeline: int
     problems: tuple[str, ...]
     remarks: tuple[str, ...]
-    plan: DegreePlan | None = None
-    limit_bytes: float = float("inf")
-    best: DegreeAnswer | None = None
+    plan: Plan | None = None
+    best: Plan | None = None
 
     @property
     def virtual_stages(self) -> int:
@@ -54,9 +60,24 @@ class LayoutReport:
         return len(self.stages) // self.pipeline
 
     @property
+    def ranks(self) -> list[PlannedStage]:
+        """The first (virtual) stage of each rank of the pipeline, which has the memory of all of them."""
+        return [] if self.plan is None else self.plan.stages[: self.pipeline]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the device that needs most."""
+        return max((stage.memory_bytes for stage in self.ranks), default=0)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Memory of a device; None where it is not known."""
+        return self.ranks[0].memory_limit_bytes if self.ranks else None
+
+    @property
     def fits(self) -> bool:
         """Whether the plan's memory is within the device's."""
-        return self.plan is None or self.plan.estimate.peak_bytes <= self.limit_bytes
+        return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     @property
     def agrees(self) -> bool:
@@ -68,15 +89,12 @@ class LayoutReport:
         """Its step over that of the best plan found, less 1."""
         if self.plan is None or self.best is None or not self.fits:
             return None
-        return self.plan.estimate.step_seconds / self.best.plans[0].estimate.step_seconds - 1
+        return self.plan.prediction.step_seconds / self.best.prediction.step_seconds - 1
 
     @property
     def best_layout(self) -> str | None:
         """The layout of the best plan found, where Megatron-LM takes it."""
-        if self.best is None:
-            return None
-        plan = self.best.plans[0]
-        return write_layout(plan.blocks, plan.setting.predictors, plan.setting.predictor_offset)
+        return None if self.best is None else plan_layout(self.best)
 
     def to_json(self) -> str:
         """As JSON."""
@@ -90,15 +108,15 @@ class LayoutReport:
             "agrees": self.agrees,
             "problems": self.problems,
             "remarks": self.remarks,
-            "degrees": None if plan is None else plan.degrees.describe(),
+            "degrees": None if plan is None else describe_degrees(plan),
             "formats": None if plan is None else NUMERIC_FORMATS,
-            "step_seconds": None if plan is None else plan.estimate.step_seconds,
-            "stage_bytes": None if plan is None else [stage.bytes for stage in plan.estimate.stages],
-            "limit_bytes": None if plan is None or self.limit_bytes == float("inf") else self.limit_bytes,
-            "best_degrees": None if best is None else best.plans[0].degrees.describe(),
+            "step_seconds": None if plan is None else plan.prediction.step_seconds,
+            "stage_bytes": None if plan is None else [stage.memory_bytes for stage in self.ranks],
+            "limit_bytes": self.limit_bytes,
+            "best_degrees": None if best is None else describe_degrees(best),
             "best_layout": self.best_layout,
-            "best_step_seconds": None if best is None else best.plans[0].estimate.step_seconds,
-            "bound_seconds": None if best is None else best.bound_seconds,
+            "best_step_seconds": None if best is None else best.prediction.step_seconds,
+            "bound_seconds": None if best is None else best.prediction.lower_bound_seconds,
         }
         return json.dumps(document, indent=1) + "\n"
 
@@ -107,9 +125,6 @@ class LayoutReport:
 def lint(
     layout: str,
     config: str | Path | Mapping[str, Any],
-    *,
-    gpus: int | None = None,
-    kernels: str | Path | None = None,
     **options: Unpack[DegreesKeywords],
 ) -> LayoutReport:
     """What is wrong with a pipeline layout of Megatron-LM, such as `Et*3|(tt|)*29m|L`, for a model.
@@ -130,11 +145,10 @@ def lint(
 
     Raises UsageError and FileError.
     """
-    layout, table = arguments.word("layout", layout), arguments.optional_path("kernels", kernels)
-    values: dict[str, Any] = dict(options) if gpus is None else {**options, "gpus": gpus}
-    takes = {*list_declarations(DegreeOptions), *list_declarations(MachineOptions)} - {"by_stage"}
-    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="lint", takes=takes)
-    return lint_layout(layout, read_shape(config), machine, degree_options, table)
+    if "by_stage" in options:
+        raise UsageError("`by_stage`: a layout has one set of degrees", "Omit `by_stage`.")
+    machine, degree_options = read_options(options)
+    return lint_layout(arguments.word("layout", layout), read_shape(config), machine, degree_options)
 
 
 def lint_layout(
@@ -142,7 +156,6 @@ def lint_layout(
     shape: TransformerShape,
     machine: MachineOptions,
     options: DegreeOptions,
-    kernels: Path | None,
 ) -> LayoutReport:
     """The same, of what is read."""
     if options.layers is not None:
@@ -164,11 +177,11 @@ def lint_layout(
     remarks = tuple(_remarks(stages, shape, options.sequence))
     has_machine = machine.gpus is not None or machine.topology is not None
     if not has_machine:
-        remarks += tuple(_unused_remarks(options, machine, kernels))
+        remarks += tuple(_unused_remarks(options, machine))
     report = LayoutReport(layout, shape.name, stages, pipeline, problems, remarks)
     if not has_machine or report.problems:
         return report
-    return _with_estimate(report, shape, machine, options, kernels)
+    return _with_estimate(report, shape, machine, options)
 
 
 def _virtual_stages(options: DegreeOptions) -> int | None:
@@ -220,7 +233,7 @@ def _remarks(stages: tuple[str, ...], shape: TransformerShape, sequence: int) ->
     return [*remarks, *configuration_notes(shape, sequence, predictors)]
 
 
-def _unused_remarks(options: DegreeOptions, machine: MachineOptions, kernels: Path | None) -> Iterator[str]:
+def _unused_remarks(options: DegreeOptions, machine: MachineOptions) -> Iterator[str]:
     """Return a remark on the options that are given and say nothing without a number of devices."""
     names = [
         field.name
@@ -228,7 +241,6 @@ def _unused_remarks(options: DegreeOptions, machine: MachineOptions, kernels: Pa
         for field in fields(own)
         if field.name not in _WITHOUT_MACHINE and getattr(own, field.name) != field.default
     ]
-    names += ["kernels"] * (kernels is not None)
     if names:
         words = ", ".join(f"`{name}`" for name in names)
         yield f"memory and seconds are not estimated, and {words} not used: give `gpus` or a `topology`"
@@ -243,28 +255,38 @@ def _with_estimate(
     shape: TransformerShape,
     machine: MachineOptions,
     options: DegreeOptions,
-    kernels: Path | None,
 ) -> LayoutReport:
-    topology, costs, limit = machine_costs(machine, kernels, options.host_bandwidth)
+    costed = machine_costs(machine, options)
+    gpus, costs, limit = costed.topology.gpus, costed.costs, costed.limit_bytes
     counts = [letters.count("t") for letters in report.stages]
     predictors = [letters.count("m") for letters in report.stages]
     options = replace(options, predictors=sum(predictors))
     offset = predictors[::-1].index(max(predictors))
-    plan = estimate_layout(shape, counts, report.pipeline, topology.gpus, costs, options, limit, offset)
-    own = plan.degrees
+    layout = estimate_layout(shape, counts, report.pipeline, gpus, costs, options, limit, offset)
+    own = layout.degrees
     same = replace(
         options,
         tp=(own.tensor,),
         cp=(own.context,),
         ep=(own.expert,),
         pp=(own.pipeline,),
-        virtual_stages=tuple({*virtual_stage_numbers(shape, own.pipeline, options), plan.virtual_stages}),
+        virtual_stages=tuple({*virtual_stage_numbers(shape, own.pipeline, options), layout.virtual_stages}),
         zero=(own.zero,),
         context_exchange=own.exchange,
     )
-    candidate = plan if plan.estimate.peak_bytes <= limit else None
+    alone = DegreeAnswer(
+        shape,
+        gpus,
+        options,
+        costs,
+        (layout,),
+        layout.estimate.step_seconds,
+        combinations=1,
+        limit_bytes=limit,
+    )
+    candidate = layout if layout.estimate.peak_bytes <= limit else None
     try:
-        best = search_degrees(shape, topology.gpus, costs, same, limit, candidate)
+        best = costed.plan(search_degrees(shape, gpus, costs, same, limit, candidate))
     except (InfeasibleError, UsageError):
         best = None
-    return replace(report, plan=plan, limit_bytes=limit, best=best)
+    return replace(report, plan=costed.plan(alone), best=best)

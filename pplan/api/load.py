@@ -39,6 +39,16 @@ def check_is_plan(plan: Plan) -> None:
     )
 
 
+def check_is_measured(plan: Plan) -> None:
+    """Raises UsageError for a plan from a configuration, whose layers have no profile."""
+    if plan.training is not None:
+        raise UsageError(
+            f"the plan of {plan.model} is from a configuration: there is no profile of its layers",
+            "Use show, export, compare, report, verify or lint. Or profile the model, as in "
+            "pplan.profile('hf:llama'), and plan again.",
+        )
+
+
 def check_layers(plan: Plan, profile: ProfileReference) -> None:
     """Raises UsageError where the profile has other layers than the plan's."""
     if plan.profile.layers_sha256 not in ("", profile.layers_sha256):
@@ -55,6 +65,8 @@ def profile_and_reference(
     """The profile, read where it is named by its path, and what a plan says of it; of a `plan` that there is,
     for as many devices to a layer as it has. Raises UsageError for a profile without these."""
     file, sha = arguments.word("profile_file", file), arguments.word("profile_sha256", sha)
+    if plan is not None:
+        check_is_measured(plan)
     if isinstance(profile, str | Path):
         path = Path(profile)
         content = read_bytes(path, "profile")
@@ -113,6 +125,7 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
     Raises FileError for either, and for a profile that the plan was not made from.
     """
     plan = Plan.load(path)
+    check_is_measured(plan)
     profile_path = profile_next_to(path, plan)
     if profile_file is None and not profile_path.is_file():
         raise FileError(

@@ -14,6 +14,7 @@ from ..cost_models.machines import MachineKeywords
 from ..cost_models.quantities import parse_time
 from ..cost_models.runtime import RUNNABLE
 from ..cost_models.schedule_text import optional_schedule
+from ..planner.degrees.degree_options import ConfigurationKeywords
 from ..planner.objectives.objective import ObjectiveKeywords
 from ..planner.plan_options import PlanKeywords, TrainingKeywords
 
@@ -24,8 +25,8 @@ class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     gpus: int | None
 
 
-class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
-    """The options of a problem, and what its plan is to be the best of."""
+class SolveKeywords(ProblemKeywords, ObjectiveKeywords, ConfigurationKeywords, total=False):
+    """The options of a problem, what its plan is to be the best of, and those of a configuration."""
 
 
 class FrontierKeywords(ProblemKeywords, total=False):

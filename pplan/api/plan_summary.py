@@ -8,6 +8,7 @@ from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import (
     compare_steps,
     describe_gap,
+    format_amount,
     format_bytes,
     format_count,
     format_rate,
@@ -17,7 +18,9 @@ from ..cost_models.quantities import (
     whole_percent,
 )
 from ..cost_models.runtime import OFFLOAD, find_runtime
+from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from ..planner.candidate import ANY_SCHEDULE, INTERLEAVED
+from ..planner.plan_degrees import StageDegrees, TransformerTraining
 from ..planner.plan_file import (
     TIE,
     Aim,
@@ -29,6 +32,8 @@ from ..planner.plan_file import (
 
 def short_summary(plan: Plan) -> list[str]:
     """The step, what it is made of, and its proof with the plans that it is about."""
+    if plan.training is not None:
+        return [*_training_lines(plan, plan.training), _proof(plan)]
     prediction, replicas = plan.prediction, set(plan.replicas)
     interval, least = step_interval(prediction), prediction.optimizer_seconds
     batch = describe_batch(
@@ -42,6 +47,55 @@ def short_summary(plan: Plan) -> list[str]:
         f"{plan.optimizer} (its own step{update} not counted){_states(plan)}.",
         _proof(plan),
     ]
+
+
+def _training_lines(plan: Plan, training: TransformerTraining) -> list[str]:
+    """Lines on the step and the training of a plan from a configuration."""
+    prediction, stages = plan.prediction, plan.stages
+    update = max(stage.update_seconds or 0.0 for stage in stages)
+    replicas = plan.degrees.data if plan.degrees else 1
+    predictors = ""
+    if training.predictors and plan.degrees:
+        last = len(stages) - 1
+        count = format_count(training.predictors, "multi-token predictor")
+        predictors = f"; {count} on stage {last - plan.degrees.predictor_offset} of 0 to {last}"
+    virtual = f" of {plan.virtual_stages} virtual stages a device" if plan.virtual_stages > 1 else ""
+    most = max(stage.host_bytes or 0 for stage in stages)
+    host = f"; up to {format_bytes(most)} a GPU in the host's memory, pinned" if most else ""
+    return [
+        f"Step {format_seconds(prediction.step_seconds)}: pipeline "
+        f"{format_seconds(prediction.step_seconds - update)}, gradients and update {format_seconds(update)}; "
+        f"bubble {percent(prediction.bubble)}.",
+        f"Global batch {describe_batch(plan.mini_batch, plan.micro_batch_size, replicas)} sequences of "
+        f"{training.sequence} tokens; schedule {plan.schedule}{virtual}; recompute {_recompute_words(plan)}"
+        f"{host}; in {NUMERIC_FORMATS}{predictors}.",
+    ]
+
+
+def plan_degrees(plan: Plan) -> list[StageDegrees]:
+    """List the degrees of the plan: those of all stages, or of each stage."""
+    return [plan.degrees] if plan.degrees else [stage.degrees for stage in plan.stages if stage.degrees]
+
+
+def describe_degrees(plan: Plan) -> str:
+    """Describe the degrees of the plan: `TP 4 x PP 2 x DP 4`, or those of each stage."""
+    if plan.degrees is not None:
+        return plan.degrees.describe()
+    return f"PP {len(plan.stages)} of {', '.join(own.describe() for own in plan_degrees(plan))}"
+
+
+def plan_setting(plan: Plan) -> str:
+    """Describe degrees, micro-batches and recomputation of a plan from a configuration."""
+    replicas = plan.degrees.data if plan.degrees else 1
+    return (
+        f"{describe_degrees(plan)}, {format_count(plan.micro_batches, 'micro-batch')} of "
+        f"{plan.micro_batch_size // replicas}, recompute {_recompute_words(plan)}"
+    )
+
+
+def _recompute_words(plan: Plan) -> str:
+    words = dict.fromkeys(own.recompute.replace("_", " ") for own in plan_degrees(plan))
+    return " or ".join(words)
 
 
 def summary_lines(plan: Plan) -> list[str]:
@@ -148,7 +202,31 @@ def answer_lines(plan: Plan) -> list[str]:
     return [answer, *_unsearched_lines(plan), *_batch_lines(plan), *further_lines]
 
 
+def _degree_answer(plan: Plan, training: TransformerTraining) -> list[str]:
+    """Lines with the answer of a plan from a configuration, and its model."""
+    step, name = plan.prediction.step_seconds, describe_degrees(plan)
+    faster = [
+        (base.step_seconds, base.name)
+        for base in plan.baselines
+        if (base.step_seconds or inf) < step * (1 - TIE)
+    ]
+    among = f" of those allowed ({min(faster)[1]} is faster)" if faster else ""
+    tokens = format_amount(plan.mini_batch * training.sequence / step)
+    name = f"{name[:1].upper()}{name[1:]}"
+    figures = f"{_step_figures(step, plan.prediction.samples_per_second)}, {tokens} tokens/s"
+    sizes = f"{format_amount(training.parameters)} parameters"
+    if training.has_experts:
+        sizes += f", of which a token uses {format_amount(training.active_parameters)}"
+    return [
+        f"{name} is the fastest found{among} on {format_count(plan.device_count, 'GPU')}: {figures}.",
+        f"{plan.model}, {format_count(training.blocks, 'block')}, {sizes}; seconds and bytes are estimated "
+        f"for {training.implementation}'s code.",
+    ]
+
+
 def _answer(plan: Plan) -> list[str]:
+    if plan.training is not None:
+        return _degree_answer(plan, plan.training)
     what, prediction, aim = _describe_shape(plan), plan.prediction, plan.objective
     if aim is not None:
         best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")

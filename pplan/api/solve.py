@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import Options, describe_options, list_declarations, options_from
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.topology_file import check_processor_seconds, make_topology
 from ..planner.build_plan import build_problem
 from ..planner.candidate import watching_best as watching_best
+from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME, ObjectiveOptions
 from ..planner.objectives.solve_objective import solve_objective
@@ -23,6 +24,7 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.transformer_blocks import blocks_or_none
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
+from .degrees import find_configuration, read_options, solve_configuration
 from .machine import count_gpus, own_profiles
 from .options import FrontierKeywords, FrontierOptions, SolveKeywords
 from .provenance import made_by
@@ -30,9 +32,9 @@ from .provenance import made_by
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
 
 
-@describe_options(SolveKeywords, *MODELS)
+@describe_options(SolveKeywords, *MODELS, DegreeOptions)
 def solve(
-    profile: Profiles,
+    profile: Profiles | Mapping[str, Any],
     *,
     profile_file: str = "",
     profile_sha256: str = "",
@@ -44,6 +46,10 @@ def solve(
     share (as measured with --tp): then that number is chosen, too, the same for all stages, as where a table
     gave the costs for several. The `options` are those of `pplan solve --help`. Only `gpus` has to be given.
 
+    It may also be the configuration of a transformer: its `config.json` (the path, or the keys), or `hf:` and
+    a name that transformers knows. Then the plan has `degrees` of tensor, context, expert, pipeline and data
+    parallelism. Besides `gpus` a known `gpu` or a `topology` has to be given.
+
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
 
@@ -52,10 +58,27 @@ def solve(
     >>> plan = pplan.solve(profile, gpus=4, memory_bytes=6 * 2**30, mini_batch=64, optimizer="adam")
     >>> plan.balance, plan.replicas, f"{plan.prediction.gap:.0%}"
     ([3, 2, 2, 2], [1, 1, 1, 1], '0%')
+    >>> gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    >>> pplan.solve(gpt2, gpus=8, gpu="h100", mini_batch=64).degrees.describe()
+    'DP 8, ZeRO 2'
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
-    return solve_alone(profile, options, profile_file, profile_sha256)
+    if (configuration := find_configuration(profile)) is not None:
+        refuse_options(options, "configuration", (MachineOptions, DegreeOptions))
+        return solve_configuration(configuration, *read_options(options))
+    refuse_options(options, "profile", MODELS)
+    return solve_alone(cast(Profiles, profile), options, profile_file, profile_sha256)
+
+
+def refuse_options(options: Collection[str], kind: str, takes: Sequence[type[Options]]) -> None:
+    """Refuse the options of `solve` that a profile or a configuration does not take. Raises UsageError."""
+    own = {name for model in takes for name in list_declarations(model)}
+    every = {name for model in (*MODELS, DegreeOptions) for name in list_declarations(model)}
+    for name in options:
+        if name in every - own:
+            other = "profile" if kind == "configuration" else "config.json"
+            raise UsageError(f"`{name}` is an option for a {other}, and this is a {kind}", f"Omit `{name}`.")
 
 
 def solve_alone(

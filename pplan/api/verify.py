@@ -20,6 +20,7 @@ from ..cost_models.schedules import SCHEDULES, find_schedule
 from ..cost_models.text_files import KEY, decode_text, is_unchanged, read_bytes
 from ..cost_models.topology_file import ProfiledDevice, make_topology, parse_topology
 from ..planner.cut_limits import limit_cuts
+from ..planner.plan_degrees import SAME
 from ..planner.plan_file import TIE, Baseline, Plan, PlanRow, ProfileReference
 from ..profiler.profile_file import Profile
 from .load import check_is_plan, profile_and_reference, profile_next_to
@@ -137,6 +138,8 @@ class _Inputs:
     @property
     def no_profile(self) -> str:
         """Why lines that need the profile are not checked."""
+        if self.plan.training is not None:
+            return "the plan is from a configuration, without a profile of its layers"
         file = self.plan.profile.file or "a profile without a name"
         return f"no profile was given, and {file[:80]} is not beside the plan"
 
@@ -163,7 +166,8 @@ def _read(plan: Plan | str | Path, profile: Profile | str | Path | None) -> _Inp
         text, name, folder = decode_text(read_bytes(path, "plan"), path, "plan"), str(path), path.parent
         plan = Plan.parse(text, name)
         file = profile_next_to(path, plan)
-        profile = file if profile is None and plan.profile.file and file.is_file() else profile
+        finds = profile is None and plan.training is None and plan.profile.file and file.is_file()
+        profile = file if finds else profile
     elif isinstance(profile, str | Path):
         folder = Path(profile).parent
     check_is_plan(plan)
@@ -328,6 +332,8 @@ def _check_options(check: _Checks, inputs: _Inputs) -> None:
 
 def _check_recompute(check: _Checks, inputs: _Inputs) -> None:
     plan = inputs.plan
+    if plan.training is not None:
+        return  # its degrees say what runs again
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective" and stage.recompute not in (None, "selective")
         fine = mixed or (stage.recompute in (None, plan.recompute) and plan.recompute != "selective")
@@ -473,16 +479,17 @@ def _check_bound(check: _Checks, inputs: _Inputs) -> None:
     check.at_most("root_bound_seconds, above the bound", root or 0.0, bound)
     check.require("a bound of no seconds", bound > 0, bound)
     check.near("gap", prediction.gap, prediction.step_seconds / bound - 1, 1.0)
-    check.require("exact, with a gap", not prediction.exact or prediction.gap <= EXACT, prediction.gap, 0)
+    most = EXACT if plan.training is None else 1.1 * SAME
+    check.require("exact, with a gap", not prediction.exact or prediction.gap <= most, prediction.gap, 0)
     check.require("exact, of a partition that was given", not (plan.is_fixed_partition and prediction.exact))
 
 
 def _check_degrees(check: _Checks, inputs: _Inputs) -> None:
     plan, prediction = inputs.plan, inputs.plan.prediction
-    used, numbers = plan.profile.tensor_parallel, [row.tensor_parallel for row in plan.degrees]
+    used, numbers = plan.profile.tensor_parallel, [row.tensor_parallel for row in plan.sharing]
     check.same("each requested number once", numbers, sorted(set(numbers) & set(plan.options.tp or numbers)))
     check.require("the plan's number is none of them", used in numbers, used, numbers)
-    for row in plan.degrees:
+    for row in plan.sharing:
         step, bound, tp = row.step_seconds or inf, row.lower_bound_seconds, f"tp={row.tensor_parallel}"
         if row.tensor_parallel == used:
             check.near(f"step_seconds of {tp}", step, prediction.step_seconds)
@@ -519,7 +526,7 @@ _FILE = ("file", "the SHA-256 of its content: nobody changed it", _check_hash)
 
 
 def _comparison_lines(plan: Plan) -> Iterator[tuple[str, str, _Check]]:
-    if plan.degrees:
+    if plan.sharing:
         yield "sharing of layers", "the fastest number of devices that share them", _check_degrees
     if plan.objective is not None:
         yield "objective", "its bound, and exact only without a gap", _check_objective
@@ -534,7 +541,11 @@ def _check_baseline(baseline: Baseline, check: _Checks, inputs: _Inputs) -> None
     plan, step = inputs.plan, baseline.step_seconds
     check.require("neither a step nor a reason", step is not None or bool(baseline.reason))
     is_free = plan.runtime is None and plan.options.schedule == "auto"
-    free = baseline.name in UNCONSTRAINED or (baseline.name == "interleaved" and is_free)
+    free = (
+        plan.training is not None
+        or baseline.name in UNCONSTRAINED
+        or (baseline.name == "interleaved" and is_free)
+    )
     if step is None or free or plan.is_fixed_partition or plan.objective or plan.options.planner != "best":
         check.skip("it has no step, or may be faster than the plan")
     fastest = plan.prediction.step_seconds

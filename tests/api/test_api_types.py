@@ -30,6 +30,7 @@ from pplan.api.solve import MODELS
 from pplan.api.stage_costs import CostKeywords
 from pplan.cost_models.arguments import Options, list_declarations
 from pplan.cost_models.machines import MachineKeywords, MachineOptions
+from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from pplan.planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from pplan.planner.plan_file import Plan
@@ -95,7 +96,7 @@ def test_keywords_of_several_models_are_all_of_theirs() -> None:
         return {name for model in models for name in list_declarations(model)}
 
     for keywords, known in (
-        (SolveKeywords, names(*MODELS)),
+        (SolveKeywords, names(*MODELS, DegreeOptions)),
         (ProblemKeywords, names(MachineOptions, PlanOptions)),
         (FrontierKeywords, names(MachineOptions, PlanOptions, FrontierOptions)),
         (SweepKeywords, names(*MODELS, SweepOptions)),
@@ -115,7 +116,7 @@ def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) ->
 
 def test_help_names_every_option_with_its_default() -> None:
     for name in ("solve", "frontier", "sweep", "simulate", "simulate_costs", "explain", "replan", "check",
-                 "profile", "import_profile", "import_plan", "degrees", "lint"):  # fmt: skip
+                 "profile", "import_profile", "import_plan", "lint"):  # fmt: skip
         function = getattr(pplan, name)
         annotation = str(inspect.signature(function).parameters["options"].annotation)
         keywords = written(
@@ -195,7 +196,6 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "verify": {"plan": plan, "profile": profile},
         "report": {"plan": plan},
         "compare": {},
-        "degrees": {"config": {}, "gpus": 2},
         "lint": {"layout": "EtL", "config": {}},
         "profile": {"model": "vgg11"},
         "import_profile": {"path": "a.csv"},

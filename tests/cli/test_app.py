@@ -129,7 +129,7 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, replan, show, "
-            "explain, check, compare, simulate, report, verify, schedules, topology, degrees, lint, "
+            "explain, check, compare, simulate, report, verify, schedules, topology, lint, "
             "profile-kernels, doctor, schema, config.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
@@ -138,7 +138,7 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan lint.",
         ),
         (
             ["solve", "missing.json"],

@@ -23,7 +23,7 @@ def expected_warning(runtime: str, device: str) -> str:
         subject = "the imported seconds and bytes may not be those"
     else:
         subject = "these are the seconds and bytes of the profiled layers, not those"
-    return f"{subject} of {runtime}'s own kernels and memory, which pplan degrees config.json estimates"
+    return f"{subject} of {runtime}'s own kernels and memory, which pplan solve config.json estimates"
 
 
 @pytest.fixture(params=["cuda", "unknown"])
@@ -72,5 +72,5 @@ def test_exports_carry_the_warning(runtime: str, device: str, run: Run, here: Pa
 @pytest.mark.usefixtures("device")
 def test_an_export_from_python_warns() -> None:
     plan = pplan.solve("decoder.profile.json", gpus=2, mini_batch=8, schedule="1f1b")
-    with pytest.warns(UserWarning, match="pplan degrees config.json"):
+    with pytest.warns(UserWarning, match="pplan solve config.json"):
         pplan.export("megatron", plan)

@@ -39,9 +39,9 @@ def test_a_table_for_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "kernels of llama in bfloat16" in printed.out
     assert str(table) in printed.err
     options = ["--gpus", "2", "--gpu", "h100", "--mini-batch", "1", "--micro-batch-size", "1", *sizes]
-    assert main(["degrees", str(config), *options, "--kernels", str(table), "--json"]) == 0
+    assert main(["solve", str(config), *options, "--kernels", str(table), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["assumed_kernels"] == 0
+    assert not answer["profile"]["estimated"]
     assert any("its kernels may be another device's" in note for note in answer["notes"])
     assert main(arguments) == 2
     assert "--force" in capsys.readouterr().err
@@ -60,12 +60,12 @@ def test_the_table_under_its_own_name_is_read(
     assert main(measure) == main(measure) == 0
     capsys.readouterr()
     options = ["--gpus", "1", "--gpu", "h100", "--mini-batch", "1", *sizes, "--kernels", "kernels.csv"]
-    assert main(["degrees", "config.json", *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["assumed_kernels"] == 0
+    assert main(["solve", "config.json", *options, "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["profile"]["estimated"]
     table = Path("kernels.csv")
     table.write_text(table.read_text() + "foo,m=1,1,1,1\n")
     line = len(table.read_text().splitlines())
-    assert main(["degrees", "config.json", *options]) == 2
+    assert main(["solve", "config.json", *options]) == 2
     assert f"line {line}: operation 'foo'" in capsys.readouterr().err
 
 
@@ -78,7 +78,7 @@ def test_a_table_whose_peak_is_not_the_gpus_has_a_remark(
     for peak, remarks in (("989", 0), ("2250", 1), ("40", 1)):
         rows = ["operation,shape,peak_tflops,efficiency", f'matmul,"m=64, k=64, n=64, layout=TN",{peak},0.5']
         table.write_text("\n".join(rows))
-        assert main(["degrees", str(config), *options, "--kernels", str(table), "--json"]) == 0
+        assert main(["solve", str(config), *options, "--kernels", str(table), "--json"]) == 0
         notes = json.loads(capsys.readouterr().out)["notes"]
         assert sum(f"the table's peak is {peak} TFLOP/s, and that of the GPU" in own for own in notes) == (
             remarks

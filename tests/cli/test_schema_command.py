@@ -62,7 +62,7 @@ def test_kinds_are_listed_and_others_refused(run: Run) -> None:
     assert (ran.status, "there is no such kind" in ran.err) == (2, True)
 
 
-@pytest.mark.parametrize("kind", ["profile", "plan", "frontier", "degrees", "check", "calibration"])
+@pytest.mark.parametrize("kind", ["profile", "plan", "frontier", "check", "calibration"])
 def test_every_number_of_a_file_that_is_read_has_a_range(kind: str) -> None:
     """Those of `options` are checked where options are typed."""
     without = [at for at in numbers_without_range(document_schema(kind)) if "PlanOptions" not in at]

@@ -50,7 +50,7 @@ TABLES = {
     "explain": ("explain toy.plan.json --current 4,4,4", "where step change what"),
     "simulate": ("simulate toy.plan.json", "stage compute imbalance"),
     "replan": ("replan toy.plan.json --lost 1 --within 20%", "stage devices layers"),
-    "degrees": (f"degrees {DEGREES.removeprefix('--model ')}", "degrees step memory"),
+    "degrees": (f"solve {DEGREES.removeprefix('--model ')} --details", "degrees step"),
     "lint": (f"lint Et*2|t*2|t*2|t*2L {DEGREES}", "rank layout memory"),
     "schedules": ("schedules", "name bubble paper"),
     "topology": ("topology", "name GPUs"),
@@ -61,7 +61,7 @@ TABLES = {
 """Of each table its command, and the headings that every width shows."""
 LONG = (
     "solve.solve sweep.sweep solve.frontier explain.explain explain.compare explain.replan "
-    "degrees.find_degrees lint.lint_layout simulate.simulate_files"
+    "degrees.solve_configuration lint.lint_layout simulate.simulate_files"
 )
 """What works the tables' figures out: once for all widths."""
 

@@ -16,7 +16,7 @@ from pplan.cost_models.document import Document, JsonObject, Record, Seed
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.text_files import decode_text, detect_kind, file_kind, read_text, sha256, write_whole
 from pplan.cost_models.topology_file import load_topology
-from pplan.planner.degrees.degree_file import DegreesFile
+from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.documents import DeepspeedExport, NemoExport
 
@@ -95,7 +95,7 @@ def test_what_is_not_pplans_own_is_finite_at_any_depth() -> None:
             own.validate_json(text)
 
 
-@pytest.mark.parametrize("document", [Profile, DegreesFile, DeepspeedExport, NemoExport])
+@pytest.mark.parametrize("document", [Profile, Plan, DeepspeedExport, NemoExport])
 def test_no_field_takes_any_object(document: type[Document]) -> None:
     """Also in the parts of a file."""
     todo, fields = [document], 0

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-import pplan
-from pplan.api.degrees import read_shape
+from pplan.api.degrees import read_shape, search_configuration
 from pplan.cost_models.errors import ModelError, PplanError
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64}
@@ -112,7 +111,9 @@ def test_degrees_are_found_of_what_is_read() -> None:
     def solve(config: dict[str, Any]) -> None:
         shape = read_shape(config)
         if shape.blocks <= 64:
-            pplan.degrees(config, gpus=2, gpu="h100", tp=(1,), pp=(1, 2), mini_batch=4, virtual_stages=(1,))
+            search_configuration(
+                config, gpus=2, gpu="h100", tp=(1,), pp=(1, 2), mini_batch=4, virtual_stages=(1,)
+            )
 
     assert sum(not refuses(solve, number) for number in range(25)) > 2
 

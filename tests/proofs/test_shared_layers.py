@@ -140,7 +140,7 @@ def test_no_plan_of_any_number_of_sharers_is_faster(
     assert plan.prediction.exact
     assert plan.prediction.step_seconds == pytest.approx(least, rel=TOLERANCE)
     assert steps[plan.profile.tensor_parallel] == pytest.approx(least, rel=TOLERANCE)
-    for row in plan.degrees:
+    for row in plan.sharing:
         assert (row.step_seconds or inf) == pytest.approx(steps[row.tensor_parallel], rel=TOLERANCE)
 
 
@@ -161,7 +161,7 @@ def test_the_bound_holds_also_where_the_search_ends_early(seed: int, limit: floa
     except InfeasibleError:
         assert least == inf or limit < 1
         return
-    bounds = [row.lower_bound_seconds for row in plan.degrees if row.lower_bound_seconds is not None]
+    bounds = [row.lower_bound_seconds for row in plan.sharing if row.lower_bound_seconds is not None]
     assert plan.prediction.lower_bound_seconds <= min(least, *bounds) * (1 + TOLERANCE)
     assert plan.prediction.step_seconds >= least * (1 - TOLERANCE)
     if plan.prediction.exact:
@@ -194,7 +194,7 @@ def test_the_plan_goes_on_through_every_verb(tmp_path: Path) -> None:
     pplan.import_profile(costs).save(profile, force=False)
     plan = pplan.solve(profile, tp=(1, 2, 4), **(machine | {"memory_bytes": 600 * MIB, "mini_batch": 8}))
     assert (plan.profile.tensor_parallel, plan.gpus) == (4, 1)
-    assert [row.tensor_parallel for row in plan.degrees] == [1, 2, 4]
+    assert [row.tensor_parallel for row in plan.sharing] == [1, 2, 4]
     assert plan.options.tp == (1, 2, 4)
     assert sum("every layer" in note for note in plan.notes) == 2
     plan.save(file, force=False)
@@ -203,7 +203,7 @@ def test_the_plan_goes_on_through_every_verb(tmp_path: Path) -> None:
     assert pplan.verify(file).agrees
     assert pplan.explain(file, profile).limits
     wrong = json.loads(file.read_text())
-    wrong["degrees"][0]["step_seconds"] = plan.prediction.step_seconds / 2
+    wrong["sharing"][0]["step_seconds"] = plan.prediction.step_seconds / 2
     file.write_text(json.dumps(wrong))
     differing = [line for line in pplan.verify(file).lines if line.state == "differs"]
     assert [line.name for line in differing] == ["sharing of layers", "file"]
@@ -226,9 +226,9 @@ def test_what_cannot_be_chosen_so(tmp_path: Path) -> None:
         pplan.solve(profile, tp=(2, 4), runtime="deepspeed", **asked)
     alone = pplan.solve(profile, runtime="deepspeed", **(asked | {"memory_bytes": 10**12}))
     assert alone.profile.tensor_parallel == 1
-    assert [row.step_seconds is None for row in alone.degrees] == [False, True, True]
+    assert [row.step_seconds is None for row in alone.sharing] == [False, True, True]
     three = pplan.solve(profile, **(asked | {"gpus": 6, "memory_bytes": 10**12}))
-    assert "cannot be grouped by 4" in three.degrees[2].reason
+    assert "cannot be grouped by 4" in three.sharing[2].reason
 
 
 def test_several_profiles_one_for_each_number(tmp_path: Path) -> None:

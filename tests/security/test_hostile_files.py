@@ -181,7 +181,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "simulate": [["simulate", PLAN], ["simulate", PLAN, "--schedule", "gpipe", "--json"]],
     "verify": [["verify", PLAN], ["verify", PLAN, PROFILE, "--json"], ["verify", PROFILE, PLAN]],
     "lint": [["lint", "EtL", "--model", PLAN], ["lint", "EtL", "--model", PROFILE, "--json"]],
-    "degrees": [["degrees", PLAN, "--gpus", "8", "--gpu", "h100"], ["degrees", PROFILE, "--json"]],
     "profile-kernels": [["profile-kernels", PLAN, "--device", "cpu"], ["profile-kernels", PROFILE]],
     "schedules": [
         ["schedules", "show", "hostile.schedule"],

@@ -40,7 +40,7 @@ COMMANDS = [
     ["verify", PLAN],
     ["export", "torch", PLAN, "-o", "made.torch.json", "--script", "made.py"],
     ["import", "table.csv", "-o", "made.profile.json"],
-    ["degrees", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2"],
+    ["solve", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2"],
     ["topology", "show", "dgx-a100"],
     ["schedules"],
 ]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.degrees import build_degrees_file
-from pplan.cost_models.document import MadeBy
+from pplan.api.degrees import search_configuration
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
@@ -33,7 +32,7 @@ MODEL = {
 
 def test_the_grid_is_the_fastest_of_its_trials() -> None:
     """Of every tensor degree, number of stages, size of micro-batches and recomputation."""
-    answer = pplan.degrees(MODEL, gpus=8, gpu="a100-40gb", mini_batch=32, zero=(1, 3))
+    answer = search_configuration(MODEL, gpus=8, gpu="a100-40gb", mini_batch=32, zero=(1, 3))
     grid = next(own.plan for own in answer.baselines if own.name == "grid")
     assert grid is not None
     steps = []
@@ -63,7 +62,7 @@ def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     large = {**MODEL, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
     large["num_hidden_layers"] = 40
     few: dict[str, Any] = {"gpus": 32, "mini_batch": 32, "tp": (8,), "virtual_stages": (1,)}
-    answer = pplan.degrees(large, gpu="a100-40gb", **few)
+    answer = search_configuration(large, gpu="a100-40gb", **few)
     rule = next(own.plan for own in answer.baselines if own.name == "megatron")
     assert rule is not None
     assert rule.degrees.tensor == 8
@@ -72,7 +71,7 @@ def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     by_name = {own.name: own for own in answer.baselines}
     assert by_name["data-parallel"].plan is None
     assert "fit" in by_name["data-parallel"].reason
-    small = pplan.degrees(MODEL, gpu="h100", **few)
+    small = search_configuration(MODEL, gpu="h100", **few)
     rule = next(own.plan for own in small.baselines if own.name == "megatron")
     assert rule is not None
     assert rule.degrees.pipeline == 1
@@ -107,9 +106,9 @@ def test_the_options_that_would_allow_a_plan(restricted: dict[str, Any]) -> None
 def test_a_note_says_what_allows_a_faster_baseline() -> None:
     """With it none is faster any more."""
     options: dict[str, Any] = {"gpus": 8, "gpu": "h100", "mini_batch": 32, "layers": 2}
-    notes = build_degrees_file(pplan.degrees(MODEL, **options, zero=1), MadeBy()).notes
+    notes = pplan.solve(MODEL, **options, zero=1).notes
     (note,) = (text for text in notes if "baseline" in text)
     assert note.endswith("not among what is allowed: DP 8, ZeRO 3; allow it with zero=(1, 3)")
     for allowed in (options, {**options, "zero": (1, 3)}):
-        notes = build_degrees_file(pplan.degrees(MODEL, **allowed), MadeBy()).notes
+        notes = pplan.solve(MODEL, **allowed).notes
         assert not any("baseline" in text for text in notes)

@@ -178,7 +178,7 @@ def test_no_prices_are_above_a_division(seed: int) -> None:
 
 
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS writes its banner past Python's standard output, where `pplan degrees --json` writes."""
+    """HiGHS writes its banner past Python's standard output, where `pplan solve --json` writes."""
     programme = DivisionProgramme(interleaved_table(Random(0)), NO_LIMIT)
     assert programme.solve(programme.whole_box()).seconds > 0
     assert capfd.readouterr() == ("", "")

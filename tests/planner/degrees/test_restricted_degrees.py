@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import pplan
 from pplan import InfeasibleError, UsageError
-from pplan.planner.degrees.degree_file import SAME
+from pplan.api.degrees import search_configuration
 from pplan.planner.degrees.degree_search import DegreeAnswer
+from pplan.planner.plan_degrees import SAME
 
 
 def random_config(random: Random) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def random_restriction(random: Random, gpus: int) -> dict[str, Any]:
 def answer_of(config: dict[str, Any], options: dict[str, Any]) -> DegreeAnswer | None:
     """None where nothing fits, or divides."""
     try:
-        return pplan.degrees(config, **options)
+        return search_configuration(config, **options)
     except (InfeasibleError, UsageError):
         return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import pplan
+from pplan.api.degrees import search_configuration
 
 CONFIG = Path(__file__).parent / "llama_2_7b.json"
 TRAINING: dict[str, Any] = {"gpus": 16, "topology": "dgx-h100", "mini_batch": 256, "sequence": 4096}
@@ -26,7 +26,9 @@ def test_gradients_go_through_all_network_cards_of_a_node() -> None:
     assert exchanged == pytest.approx(0.129, abs=1e-3)
     # Passes over the gradients, and Adam's over a sixteenth of all states, at 70 % of 3.35 TB/s.
     passes = (16 + (12 + 34) / 16) * PARAMETERS / (0.7 * 3.35e12)
-    best = pplan.degrees(CONFIG, **TRAINING, tp=(1,), pp=(1,), zero=(1,), micro_batch_size=(1,)).plans[0]
+    best = search_configuration(CONFIG, **TRAINING, tp=(1,), pp=(1,), zero=(1,), micro_batch_size=(1,)).plans[
+        0
+    ]
     assert best.degrees.data == 16
     assert best.estimate.update_seconds == pytest.approx(exchanged + passes, rel=0.01)
 
@@ -38,7 +40,7 @@ BLOCK, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
 def test_the_first_gather_and_the_last_reduction_of_fsdp_are_not_hidden(zero: int) -> None:
     """Gathers of the embedding and the first block show; later ones hide behind computing."""
     few: dict[str, Any] = {"tp": (1,), "pp": (1,), "micro_batch_size": (2,), "recompute": "selective"}
-    plans = pplan.degrees(CONFIG, **TRAINING, **few, zero=(1, zero), memory_bytes=200 * 2**30).plans
+    plans = search_configuration(CONFIG, **TRAINING, **few, zero=(1, zero), memory_bytes=200 * 2**30).plans
     plain, sharded = (
         next(plan.estimate.stages[0] for plan in plans if plan.degrees.zero == own) for own in (1, zero)
     )
@@ -58,7 +60,7 @@ def test_states_of_each_stage_of_zero(zero: int, shares: tuple[int, int, int]) -
     """Bytes of a parameter: 2 of its weight, 4 of its gradient, 12 of Adam's; whole, or a sixteenth. FSDP has
     the weights of two blocks whole, and the gradients of one in both formats."""
     few: dict[str, Any] = {"tp": (1,), "pp": (1,), "micro_batch_size": (1,), "recompute": "full"}
-    plan = pplan.degrees(CONFIG, **TRAINING, **few, zero=zero, memory_bytes=200 * 2**30).plans[0]
+    plan = search_configuration(CONFIG, **TRAINING, **few, zero=zero, memory_bytes=200 * 2**30).plans[0]
     ledger = plan.estimate.stages[0].ledger
     weights, gradients, states = (
         size * PARAMETERS / share for size, share in zip((2, 4, 12), shares, strict=True)
@@ -69,14 +71,14 @@ def test_states_of_each_stage_of_zero(zero: int, shares: tuple[int, int, int]) -
 
 
 def test_fsdp_is_searched_without_a_pipeline() -> None:
-    plans = pplan.degrees(CONFIG, **TRAINING, tp=(1,), pp=(1,), micro_batch_size=(2, 4)).plans
+    plans = search_configuration(CONFIG, **TRAINING, tp=(1,), pp=(1,), micro_batch_size=(2, 4)).plans
     assert {plan.degrees.zero for plan in plans} == {1, 2, 3}  # with ZeRO 0 it does not fit
     assert plans[0].degrees.zero == 3
     assert plans[0].estimate.step_seconds <= 5.50
 
 
 def test_pipelines_spread_the_states_of_the_optimizer() -> None:
-    plans = pplan.degrees(
+    plans = search_configuration(
         CONFIG, **TRAINING, tp=(1,), pp=(2, 4), virtual_stages=(1,), micro_batch_size=(1,)
     ).plans
     assert {plan.degrees.zero for plan in plans} == {1}
@@ -84,18 +86,20 @@ def test_pipelines_spread_the_states_of_the_optimizer() -> None:
 
 def test_the_stages_of_zero_that_are_named() -> None:
     for zero in (1, 0, (0, 3)):
-        plans = pplan.degrees(CONFIG, **TRAINING, tp=(2,), pp=(1,), zero=zero, micro_batch_size=(1,)).plans
+        plans = search_configuration(
+            CONFIG, **TRAINING, tp=(2,), pp=(1,), zero=zero, micro_batch_size=(1,)
+        ).plans
         assert {plan.degrees.zero for plan in plans} == ({zero} if isinstance(zero, int) else set(zero))
 
 
 def test_one_device_has_nothing_to_spread() -> None:
     options: dict[str, Any] = {"gpu": "h100", "mini_batch": 8, "sequence": 4096, "layers": 2}
-    assert {plan.degrees.zero for plan in pplan.degrees(CONFIG, gpus=1, **options).plans} == {1}
+    assert {plan.degrees.zero for plan in search_configuration(CONFIG, gpus=1, **options).plans} == {1}
 
 
 @pytest.mark.slow
 def test_the_answer_is_no_slower_than_fsdp() -> None:
-    answer = pplan.degrees(CONFIG, **TRAINING)
+    answer = search_configuration(CONFIG, **TRAINING)
     fsdp = next(own.plan for own in answer.baselines if own.name == "fsdp")
     assert fsdp is not None
     assert answer.plans[0].estimate.step_seconds <= min(5.50, fsdp.estimate.step_seconds)

@@ -135,7 +135,7 @@ def test_notes(sharers: int, fits: bool) -> None:
     )
     unfit = [] if fits else ["the plan does not fit into the memory of its devices"]
     assert _notes(context, plan) == unfit
-    plan.degrees, plan.is_replanned, plan.prediction.step_seconds = "some", True, 5.0
+    plan.sharing, plan.is_replanned, plan.prediction.step_seconds = "some", True, 5.0
     shared = "one device has a layer" if sharers == 1 else "4 devices share every layer"
     assert _notes(context, plan) == [
         *unfit,

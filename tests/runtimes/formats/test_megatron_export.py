@@ -14,8 +14,9 @@ import pytest
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.documents import MegatronBridgeExport, MegatronExport
-from pplan.runtimes.exports import export, write_layout
+from pplan.runtimes.exports import export
 from pplan.runtimes.imports import split_layout
+from pplan.runtimes.trainer_words import write_layout
 
 MakePlan = Callable[..., Plan]
 CONFLICTING = {

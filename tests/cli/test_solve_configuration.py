@@ -1,18 +1,19 @@
-"""`pplan degrees`: what it prints, as JSON, and how it refuses."""
+"""`pplan solve config.json`: what it prints, as JSON, and how it refuses."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pplan
-from pplan.api.degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
 from pplan.cli.app import main
+from pplan.cost_models.quantities import format_seconds
+from pplan.runtimes.degree_exports import DegreeRequest, megatron_arguments, torchtitan_arguments
+from pplan.runtimes.documents import MegatronExport
 from pplan.runtimes.imports import split_layout
 
 MODEL = {
@@ -31,7 +32,8 @@ FEW = ["--pp", "2", "--tp", "2", "--virtual-stages", "1", "--recompute", "none",
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(MODEL))
     return file
@@ -41,93 +43,81 @@ def config(tmp_path: Path) -> Path:
 def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--recompute", "none", "--tp", "1,2", "--virtual-stages", "1"]
     arguments = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", *sizes, "--json"]
-    assert main(["degrees", str(config), *arguments]) == 0
+    assert main(["solve", str(config), *arguments]) == 0
     printed = json.loads(capsys.readouterr().out)
     few: dict[str, Any] = {"recompute": "none", "tp": (1, 2), "virtual_stages": (1,)}
-    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", mini_batch=64, **few)
-    assert printed["parameters"] == printed["active_parameters"] == 8030261248
-    assert printed["schema"] == 1
-    assert (printed["layer_count"], printed["mini_batch"], printed["sequence"]) == (32, 64, 4096)
-    assert [plan["step_seconds"] for plan in printed["plans"]] == [
-        plan.estimate.step_seconds for plan in answer.plans
-    ]
-    best = printed["plans"][0]
-    assert best["tensor"] * best["context"] * best["pipeline"] * best["data"] == 16
-    assert best["tensor"] in (1, 2)
-    assert sum(best["blocks"]) == 32
-    assert best["peak_bytes"] == max(sum(stage["ledger"].values()) for stage in best["stages"])
-    assert printed["bound_seconds"] <= best["step_seconds"]
+    plan = pplan.solve(MODEL, gpus=16, gpu="h100", mini_batch=64, **few)
+    same = ("stages", "prediction", "degrees", "training", "alternatives", "baselines", "balance", "notes")
+    own = json.loads(plan.to_json())
+    assert [name for name in same if printed[name] != own[name]] == ["notes"]  # names of options
+    training, degrees = printed["training"], printed["degrees"]
+    assert training["parameters"] == training["active_parameters"] == 8030261248
+    assert (training["blocks"], printed["mini_batch"], training["sequence"]) == (32, 64, 4096)
+    assert degrees["tensor"] * degrees["context"] * degrees["pipeline"] * degrees["data"] == 16
+    assert degrees["tensor"] in (1, 2)
+    assert sum(printed["balance"]) == 34
+    assert printed["layer_names"][0:2] == ["model.embed_tokens", "model.layers.0"]
+    for stage in printed["stages"]:
+        assert stage["memory_bytes"] == sum(stage["memory"].values())
+    prediction = printed["prediction"]
+    assert prediction["lower_bound_seconds"] <= prediction["step_seconds"]
 
 
 @pytest.mark.slow
-def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--pp", "3,4", "--tp", "2", "--micro-batch-size", "1"]
     options = ["--gpus", "64", "--gpu", "h100", "--mini-batch", "64", *sizes]
-    assert main(["degrees", str(config), *options]) == 0
+    assert main(["solve", str(config), *options]) == 0
     printed = capsys.readouterr().out
     # --pp leaves out FSDP, which is a baseline.
-    found = (
-        "TP 2 x PP 4 x DP 8 is the fastest found of those allowed (fsdp is faster) for llama on 64 devices: "
-    )
+    found = "TP 2 x PP 4 x DP 8 is the fastest found of those allowed (fsdp is faster) on 64 GPUs: "
     assert printed.startswith(found)
+    assert len(printed.splitlines()) <= 16
     assert "8.03 billion parameters" in printed
-    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in printed
-    assert "no kernels are measured" in printed
-    assert "--kernels" in printed
-
-
-def test_arguments_that_fill_a_screen_are_in_the_file(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = ["--tp", "8", "--pp", "2", "--micro-batch-size", "1", "--recompute", "full", "--cp", "1"]
-    options = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "8", *sizes, "--virtual-stages", "1"]
-    file = tmp_path / "answer.json"
-    for layers, whole in ((8, True), (80, False)):
-        own = [*options, "--layers", str(layers), "-o", str(file), "--force"]
-        assert main(["degrees", str(config), *own]) == 0
-        printed = capsys.readouterr().out
-        words = shlex.join(json.loads(file.read_text())["plans"][0]["torchtitan"])
-        shown = words if whole else f"{len(words):,} characters, plans[0].torchtitan of --json"
-        assert f"\ntorchtitan: {shown}" in printed
+    assert "estimated for megatron's code" in printed
+    assert main(["solve", str(config), *options, "--details"]) == 0
+    assert "no kernels are measured" in (details := capsys.readouterr().out)
+    assert "--kernels" in details
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pp", "4", "--virtual-stages", "4"], "interleaved 1F1B of 4 virtual stages a device"),
-        (["--pp", "4", "--virtual-stages", "1"], "1F1B, "),
-        (["--pp", "2", "--recompute", "selective"], "--recompute-granularity selective "),
+        (["--pp", "4", "--virtual-stages", "4"], "schedule interleaved of 4 virtual stages a device"),
+        (["--pp", "4", "--virtual-stages", "1"], "schedule 1f1b;"),
+        (["--pp", "2", "--recompute", "selective"], "recompute selective;"),
     ],
 )
-def test_arguments_of_virtual_stages_and_recomputation(
+def test_virtual_stages_and_recomputation(
     options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", "--layers", "16"]
-    assert main(["degrees", str(config), *sizes, *options]) == 0
+    assert main(["solve", str(config), *sizes, *options]) == 0
     assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("virtual", "vocabulary"), [(3, 128256), (4, 128)])
 def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> None:
     """By number where they are equal, else by the layout."""
-    answer = pplan.degrees(
+    plan = pplan.solve(
         {**MODEL, "vocab_size": vocabulary},
         gpus=4,
         gpu="b200",
         mini_batch=64,
         pp=(4,),
         virtual_stages=(virtual,),
-        recompute="none",
+        recompute="never",
     )
-    best = answer.plans[0]
-    flags = megatron_arguments(answer, best)
-    assert len(best.blocks) == 4 * virtual
-    if len(set(best.blocks)) == 1:
-        assert flags[flags.index("--num-layers-per-virtual-pipeline-stage") + 1] == str(best.blocks[0])
-        return
-    text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
-    assert [stage.count("t") for stage in split_layout(text, "")] == list(best.blocks)
+    document = pplan.export("megatron", plan)
+    assert isinstance(document, MegatronExport)
+    flags = document.arguments
+    blocks = [stage.count("t") for stage in split_layout(document.layout, "")]
+    assert len(blocks) == 4 * virtual
+    if len(set(blocks)) == 1:
+        assert flags[flags.index("--num-layers-per-virtual-pipeline-stage") + 1] == str(blocks[0])
+    else:
+        assert flags[flags.index("--pipeline-model-parallel-layout") + 1] == document.layout
 
 
 @pytest.mark.parametrize(
@@ -152,33 +142,31 @@ def test_stages_of_the_embedding_or_the_head_alone(
         "mini_batch": 16,
         "recompute": "none",
     }
-    answer = pplan.degrees(model, gpus=pipeline, gpu="h100", **sizes)
-    for plan in answer.plans:
-        assert len(plan.blocks) == pipeline * virtual
-        assert sum(plan.blocks) == blocks
-        flags = megatron_arguments(answer, plan)
+    plan = pplan.solve(model, gpus=pipeline, gpu="h100", **sizes)
+    assert plan.training is not None
+    for choice in (plan.row, *plan.alternatives):
+        assert choice.degrees is not None
+        request = DegreeRequest(plan, choice, plan.training, choice.degrees)
+        assert (len(request.blocks), sum(request.blocks)) == (pipeline * virtual, blocks)
+        flags = megatron_arguments(request)
         text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
         assert text == (layout or text)
-        assert [stage.count("t") for stage in split_layout(text, "")] == list(plan.blocks)
+        assert [stage.count("t") for stage in split_layout(text, "")] == list(request.blocks)
         report = pplan.lint(text, model, gpus=pipeline, gpu="h100", **sizes)
         assert report.agrees
         assert report.virtual_stages == virtual
-        titan = torchtitan_arguments(answer, plan)
+        titan = torchtitan_arguments(request)
         first = titan.index("--parallelism.module_fqns_per_model_part") + 1
         parts = [part.split(",") for part in titan[first : titan.index("--training.disable_cuda_graphs")]]
-        assert [sum(name.startswith("layers.") for name in part) for part in parts] == list(plan.blocks)
+        assert [sum(name.startswith("layers.") for name in part) for part in parts] == list(request.blocks)
         assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "lm_head"])
-        empty = any(not count for count in plan.blocks[1:-1])
-        assert any("train no stage without a layer" in own for own in torchtitan_remarks(plan)) == empty
-    best = answer.plans[0].estimate.step_seconds
-    assert answer.bound_seconds <= best
 
 
 def test_the_layout_of_llama_3_405b() -> None:
     """126 blocks in 128 virtual stages: 8 on each of 16 devices, TP 8, CP 16, 16,384 H100."""
     model = {**MODEL, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
     model |= {"num_key_value_heads": 8, "num_hidden_layers": 126, "vocab_size": 128256}
-    answer = pplan.degrees(
+    plan = pplan.solve(
         model,
         gpus=16384,
         topology="dgx-h100",
@@ -192,40 +180,124 @@ def test_the_layout_of_llama_3_405b() -> None:
         recompute="full",
         context_exchange="all-gather",
     )
-    assert answer.plans[0].blocks == (0, *[1] * 126, 0)
-    flags = megatron_arguments(answer, answer.plans[0])
-    text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    assert plan.balance == [1] * 128
+    document = pplan.export("megatron", plan)
+    assert isinstance(document, MegatronExport)
+    text = document.layout
     assert text == "|".join(["E", *["t"] * 126, "L"])
     assert pplan.lint(text, model, pp=(16,)).agrees
 
 
 @pytest.mark.slow
-def test_an_answer_is_a_file_that_show_prints(
+def test_all_verbs_print_the_same_seconds_and_bytes(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "answer.json"
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
-    assert main([*arguments, "--output", str(file)]) == 0
+    """Those that print any; the others refuse the plan in one sentence."""
+    file = tmp_path / "mine.plan.json"
+    arguments = ["solve", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
+    assert main([*arguments, "--details", "--output", str(file)]) == 0
     printed = capsys.readouterr()
     assert str(file) in printed.err
     assert main(["show", str(file)]) == 0
-    assert capsys.readouterr().out == printed.out
+    assert capsys.readouterr().out.startswith(printed.out)
+    plan = pplan.load_plan(file)
+    step, peak = plan.prediction.step_seconds, max(stage.memory_bytes for stage in plan.stages)
+    assert main(["compare", str(file), str(file), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["step_seconds"], row["memory_bytes"], row["devices"]) for row in rows] == [
+        (step, peak, 16)
+    ] * 2
+    for runtime in ("megatron", "megatron-bridge", "torchtitan", "nemo-automodel"):
+        assert main(["export", runtime, str(file), "-o", str(tmp_path / f"{runtime}.json"), "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["step_seconds"] == step
+        if runtime == "megatron":
+            layout = document["layout"]
+    degrees = plan.degrees
+    assert degrees is not None
+    same = ["--gpus", "16", "--gpu", "h100", *FEW, "--zero", str(degrees.zero), "--cp", str(degrees.context)]
+    same += ["--micro-batch-size", str(plan.micro_batch_size // degrees.data)]
+    assert main(["lint", layout, "--model", str(config), *same, "--json"]) == 0
+    linted = json.loads(capsys.readouterr().out)
+    assert (linted["step_seconds"], linted["best_step_seconds"]) == (step, step)
+    assert linted["stage_bytes"] == [stage.memory_bytes for stage in plan.stages]
+    assert linted["limit_bytes"] == plan.stages[0].memory_limit_bytes
+    assert main(["verify", str(file)]) == 0
+    assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
+    assert format_seconds(step) in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    for verb in (["explain"], ["check"], ["simulate"], ["replan", "--lost", "1"], ["compare", "--planners"]):
+        assert main([verb[0], str(file), *verb[1:]]) == 2
+        what, hint = capsys.readouterr().err.splitlines()
+        assert "is from a configuration" in what
+        assert "profile the model" in hint
     assert main([*arguments, "--output", str(file)]) == 2
     assert "--force" in capsys.readouterr().err
     assert main(["export", "torch", str(file)]) == 2
-    assert "this is a degrees" in capsys.readouterr().err
+    assert "from a configuration" in capsys.readouterr().err
     assert main([*arguments, "--output", str(config), "--force"]) == 2
     assert json.loads(config.read_text()) == MODEL
+
+
+def test_the_verb_of_earlier_versions(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["degrees", str(config), "--gpus", "64"]) == 2
+    assert "pplan solve config.json" in capsys.readouterr().err
+    old = config.with_name("answer.json")
+    old.write_text(json.dumps({"schema": 1, "combinations": 3, "plans": []}))
+    assert main(["show", str(old)]) == 2
+    assert "pplan solve config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "says"),
+    [
+        ("config", ["--schedule", "gpipe"], "--schedule is an option for a profile"),
+        ("config", ["--objective", "memory"], "--objective is an option for a profile"),
+        ("config", ["--frontier"], "--frontier is an option for a profile"),
+        ("config", ["--sweep", "gpus=2,4"], "--sweep is an option for a profile"),
+        ("config", ["--implementation", "torchtitan"], "--implementation torchtitan"),
+        ("config", ["--implementation", "nanotron"], "--implementation nanotron"),
+        ("config", ["--recompute", "except-last"], "--recompute except-last"),
+        ("profile", ["--pp", "2"], "--pp is an option for a config.json"),
+        ("profile", ["--kernels", "kernels.csv"], "--kernels is an option for a config.json"),
+        ("profile", ["--zero", "1,2"], "--zero 1,2"),
+        ("other", [], "is neither a profile nor the configuration"),
+    ],
+)
+def test_the_content_of_the_file_decides(
+    file: str, options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = config.with_name("toy.profile.json")
+    table = config.with_name("toy.csv")
+    table.write_text("name,forward_ms,backward_ms,activation_bytes,parameter_bytes\na,1,2,4,4\nb,1,2,4,4\n")
+    pplan.import_profile(table, micro_batch_size=1).save(profile, force=True)
+    other = config.with_name("other.json")
+    other.write_text('{"colour": "red"}')
+    path = {"config": config, "profile": profile, "other": other}[file]
+    assert main(["solve", str(path), "--gpus", "2", "--gpu", "h100", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hf:llama", "hf:mixtral"])
+def test_a_configuration_that_transformers_has(name: str) -> None:
+    pytest.importorskip("transformers")
+    few: dict[str, Any] = {
+        "tp": (8,),
+        "pp": (1,),
+        "micro_batch_size": (1,),
+        "layers": 4,
+        "recompute": "never",
+    }
+    plan = pplan.solve(name, gpus=8, gpu="h100", mini_batch=8, **few)
+    assert (plan.model, plan.profile.file) == (name.removeprefix("hf:"), name)
 
 
 def test_degrees_by_stage_of_a_number_of_blocks_without_divisors() -> None:
     """The baselines have no pipeline then."""
     small = {**MODEL, "num_hidden_layers": 7}
-    answer = pplan.degrees(
-        small, gpus=4, gpu="b200", mini_batch=8, tp=(1,), virtual_stages=(1,), by_stage=True
-    )
-    assert answer.by_stage is not None
-    assert answer.by_stage.bound_seconds <= answer.plans[0].estimate.step_seconds
+    few: dict[str, Any] = {"tp": (1,), "virtual_stages": (1,)}
+    plan = pplan.solve(small, gpus=4, gpu="b200", mini_batch=8, by_stage=True, **few)
+    assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
 
 
 def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,22 +307,23 @@ def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "answer.json"
     sizes = ["--tp", "2,4", "--pp", "2", "--micro-batch-size", "1,2", "--virtual-stages", "1", "--cp", "1"]
     options = ["--gpus", "8", "--gpu", "a100-40gb", "--mini-batch", "64", "--recompute", "none", *sizes]
-    assert main(["degrees", str(config), *options, "--by-stage", "-o", str(file)]) == 0
+    assert main(["solve", str(config), *options, "--by-stage", "-o", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "1F1B, 32 micro-batches of 2, which the replicas of a stage share" in printed
-    assert "no arguments for degrees by stage" in printed
-    document = json.loads(file.read_text())
-    plan = document["by_stage"]["plan"]
-    assert plan["step_seconds"] < document["plans"][0]["step_seconds"]
-    assert document["by_stage"]["bound_seconds"] <= plan["step_seconds"]
-    assert [stage["degrees"] for stage in plan["stages"]] == ["TP 4", "TP 2 x DP 2"]
-    assert [(stage["first_device"], stage["devices"]) for stage in plan["stages"]] == [(0, 4), (4, 4)]
+    assert printed.startswith("PP 2 of TP 4, TP 2 x DP 2 is the fastest found")
+    plan = pplan.load_plan(file)
+    assert plan.degrees is None
+    assert plan.prediction.step_seconds < plan.alternatives[0].step_seconds
+    assert [stage.degrees.describe() for stage in plan.stages if stage.degrees] == ["TP 4", "TP 2 x DP 2"]
+    assert [(stage.devices[0], len(stage.devices)) for stage in plan.stages] == [(0, 4), (4, 4)]
+    assert (plan.micro_batches, plan.micro_batch_size) == (32, 2)
     assert main(["show", str(file)]) == 0
-    assert capsys.readouterr().out == printed
+    assert "TP 2 x DP 2" in capsys.readouterr().out
+    assert any("no arguments for degrees by stage" in note for note in plan.notes)
+    assert main(["verify", str(file)]) == 0
     same = [word if word != "2,4" else "4" for word in options]
-    assert main(["degrees", str(config), *same, "--by-stage"]) == 0
+    assert main(["solve", str(config), *same, "--by-stage", "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "none of the 1F1B pipelines that were searched is faster." in text
+    assert "none of the 1F1B pipelines that were searched is faster" in text
 
 
 @pytest.mark.slow
@@ -258,14 +331,19 @@ def test_a_hostile_answer_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "answer.json"
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
+    arguments = ["solve", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
     assert main([*arguments, "--output", str(file)]) == 0
     content = json.loads(file.read_text())
     changes: list[dict[str, object]] = [
-        {"plans": []},
-        {"devices": -1},
-        {"gap": "nan"},
-        {"limit_bytes": float("nan")},
+        {"stages": []},
+        {"training": None},
+        {"training": content["training"] | {"blocks": 9}},
+        {"degrees": None},
+        {"degrees": content["degrees"] | {"tensor": 4}},
+        {"degrees": content["degrees"] | {"pipeline": 4}},
+        {"degrees": content["degrees"] | {"predictor_offset": 2}},
+        {"degrees": content["degrees"] | {"recompute": "first_0"}},
+        {"balance": [0, 10]},
         {"schema": 9},
     ]
     for change in changes:
@@ -277,16 +355,14 @@ def test_a_hostile_answer_is_refused(
 
 @pytest.mark.slow
 def test_the_batch_by_its_old_name(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW, "--json"]
+    arguments = ["solve", str(config), "--gpus", "16", "--gpu", "h100", *FEW, "--json"]
     assert main([*arguments, "--batch-size", "32"]) == 0
     assert json.loads(capsys.readouterr().out)["mini_batch"] == 32
-    old: dict[str, Any] = {"batch_size": 32, "pp": (2,), "tp": (2,), "layers": 8, "recompute": "none"}
-    assert pplan.degrees(MODEL, gpus=16, gpu="h100", **old).options.mini_batch == 32
 
 
 def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpus", "16", "--gpu", "h100", "--pp", "1", "--virtual-stages", "2"]
-    assert main(["degrees", str(config), *arguments]) == 2
+    assert main(["solve", str(config), *arguments]) == 2
     assert "--virtual-stages 2" in capsys.readouterr().err
 
 
@@ -328,7 +404,7 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
 def test_refusals(
     arguments: list[str], status: int, says: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["degrees", str(config), *arguments]) == status
+    assert main(["solve", str(config), *arguments]) == status
     printed = capsys.readouterr()
     assert says in printed.err
     assert not printed.out
@@ -343,10 +419,10 @@ def test_the_number_of_devices_of_a_topology(
     few = ["--layers", "2", "--mini-batch", "18", "--fix", "pp=1,micro-batch-size=1", "--json"]
     for topology, gpus in ((str(machine), 18), ("dgx-h100", 8)):
         batch = [] if gpus == 18 else ["--mini-batch", "16"]
-        assert main(["degrees", str(config), "--topology", topology, *few, *batch]) == 0
-        assert json.loads(capsys.readouterr().out)["devices"] == gpus
-    answer = pplan.degrees(MODEL, topology=machine, layers=2, mini_batch=18, fix={"pp": 1, "tp": 2})
-    assert answer.devices == 18
+        assert main(["solve", str(config), "--topology", topology, *few, *batch]) == 0
+        assert json.loads(capsys.readouterr().out)["gpus"] == gpus
+    plan = pplan.solve(MODEL, topology=machine, layers=2, mini_batch=18, fix={"pp": 1, "tp": 2})
+    assert plan.device_count == 18
 
 
 SMALL = MODEL | {
@@ -367,7 +443,7 @@ def test_the_memory_that_is_said_to_fit(
 ) -> None:
     """It does; of a device whose context alone takes more nothing may be used, and not less."""
     config.write_text(json.dumps(SMALL))
-    command = ["degrees", str(config), "--gpus", str(gpus), "--gpu", "h100", "--mini-batch", str(mini_batch)]
+    command = ["solve", str(config), "--gpus", str(gpus), "--gpu", "h100", "--mini-batch", str(mini_batch)]
     assert main([*command, "--memory", memory]) == 3
     what, hint = capsys.readouterr().err.splitlines()
     assert re.search(
@@ -377,7 +453,7 @@ def test_the_memory_that_is_said_to_fit(
     assert enough is not None
     assert main([*command, "--memory", f"{enough[1]}GiB"]) == 0
     head = capsys.readouterr().out.splitlines()
-    assert f" on {gpus} device{'s' if gpus > 1 else ''}: " in head[0]
+    assert f" on {gpus} GPU{'s' if gpus > 1 else ''}: " in head[0]
 
 
 def test_the_fastest_is_of_those_allowed_where_a_baseline_is_faster(
@@ -386,20 +462,20 @@ def test_the_fastest_is_of_those_allowed_where_a_baseline_is_faster(
     """As the table has it: `--tp 2` leaves out data parallelism, which is faster here."""
     config.write_text(json.dumps(SMALL))
     for allowed in (["--zero", "1,3"], ["--tp", "2"]):
-        command = ["degrees", str(config), "--gpus", "2", "--gpu", "h100", "--mini-batch", "8", *allowed]
+        command = ["solve", str(config), "--gpus", "2", "--gpu", "h100", "--mini-batch", "8", *allowed]
         assert main([*command, "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
         steps = [own["step_seconds"] for own in answer["baselines"] if own["step_seconds"]]
-        is_fastest = min(steps) >= answer["plans"][0]["step_seconds"] * (1 - 1e-9)
+        is_fastest = min(steps) >= answer["prediction"]["step_seconds"] * (1 - 1e-9)
         assert is_fastest == (allowed[0] == "--zero")
         assert main(command) == 0
         head = capsys.readouterr().out.splitlines()[0]
-        assert (" is the fastest found for llama" in head) == is_fastest
+        assert (" is the fastest found on 2 GPUs" in head) == is_fastest
         assert (
             re.search(r" is the fastest found of those allowed \(.* is faster\) ", head) is None
         ) == is_fastest
 
 
 def test_the_gpu_that_is_missing_is_an_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["degrees", str(config), "--gpus", "8"]) == 2
+    assert main(["solve", str(config), "--gpus", "8"]) == 2
     assert "pplan: --gpu is missing" in capsys.readouterr().err

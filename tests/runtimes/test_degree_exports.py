@@ -7,27 +7,26 @@ import itertools
 import math
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import pplan
-from pplan.api.degree_arguments import (
-    deepspeed_config,
+from pplan import ExportError, Plan
+from pplan.cost_models.transformer.layer_work import LEAST_OFFLOADED
+from pplan.runtimes.degree_exports import (
+    DegreeRequest,
+    degree_request,
     megatron_arguments,
     megatron_bridge_overrides,
     nemo_automodel_sections,
     torchtitan_arguments,
     torchtitan_remarks,
 )
-from pplan.api.degrees import build_degrees_file
-from pplan.cost_models.document import MadeBy
-from pplan.cost_models.errors import ExportError
-from pplan.cost_models.transformer.layer_work import LEAST_OFFLOADED
-from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
-from pplan.planner.degrees.degree_search import DegreeAnswer
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*code with Transformer Engine:UserWarning")
 MODEL = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -39,8 +38,20 @@ MODEL = {
 }
 
 
-def answer(**options: Any) -> DegreeAnswer:
-    return pplan.degrees(MODEL, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options)
+def solved(**options: Any) -> Plan:
+    return pplan.solve(MODEL, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options)
+
+
+def requests(plan: Plan) -> list[DegreeRequest]:
+    """The plan and its alternatives on their way to a trainer."""
+    assert plan.training is not None
+    rows = [(choice, choice.degrees) for choice in (plan.row, *plan.alternatives)]
+    return [DegreeRequest(plan, choice, plan.training, degrees) for choice, degrees in rows if degrees]
+
+
+def the_request(plan: Plan) -> DegreeRequest:
+    assert plan.training is not None
+    return degree_request(plan, plan.training)
 
 
 @pytest.fixture
@@ -84,9 +95,11 @@ def read_arguments() -> Any:
     ],
 )
 def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, Any]) -> None:
-    found = answer(**options)
-    plan, degrees = found.plans[0], found.plans[0].degrees
-    config = read_arguments(torchtitan_arguments(found, plan))
+    plan = solved(**options)
+    degrees = plan.degrees
+    assert degrees is not None
+    samples = plan.micro_batch_size // degrees.data
+    config = read_arguments(pplan.export("torchtitan", plan).arguments)  # type: ignore[attr-defined]
     own, training = config.parallelism, config.training
     assert (own.tensor_parallel_degree, own.pipeline_parallel_degree) == (degrees.tensor, degrees.pipeline)
     shared, copies = own.data_parallel_shard_degree, own.data_parallel_replicate_degree
@@ -94,14 +107,14 @@ def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, 
     # What it adds up: all micro-batches of a pipeline at once, else as often as the global batch needs.
     assert training.global_batch_size == 64
     steps, left = divmod(64, training.local_batch_size * shared * copies)
-    inside = training.local_batch_size // plan.micro_batch_size if degrees.pipeline > 1 else 1
+    inside = training.local_batch_size // samples if degrees.pipeline > 1 else 1
     assert (steps * inside, left) == (plan.micro_batches, 0)
     assert type(config.activation_checkpoint).__qualname__.startswith(
-        {"full": "FullAC", "selective": "SelectiveAC", "none": "None"}[plan.recompute]
+        {"always": "FullAC", "selective": "SelectiveAC", "never": "None"}[degrees.recompute]
     )
     if degrees.pipeline > 1:
         parts = own.module_fqns_per_model_part
-        assert own.pipeline_parallel_microbatch_size == plan.micro_batch_size
+        assert own.pipeline_parallel_microbatch_size == samples
         assert own.pipeline_parallel_schedule == ("1F1B" if plan.virtual_stages == 1 else "Interleaved1F1B")
         assert len(parts) == degrees.pipeline * plan.virtual_stages
         names = [name for part in parts for name in part]
@@ -111,9 +124,9 @@ def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, 
 
 
 def test_where_torchtitan_differs() -> None:
-    plan = answer(tp=(2,), pp=(1,), zero=(1,), recompute="selective").plans[0]
-    assert [text.split(" ")[0] for text in torchtitan_remarks(plan)] == ["torchtitan", "torchtitan's"]
-    assert not torchtitan_remarks(answer(tp=(2,), pp=(2,), recompute="none").plans[0])
+    request = the_request(solved(tp=(2,), pp=(1,), zero=(1,), recompute="selective"))
+    assert [text.split(" ")[0] for text in torchtitan_remarks(request)] == ["torchtitan", "torchtitan's"]
+    assert not torchtitan_remarks(the_request(solved(tp=(2,), pp=(2,), recompute="never")))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +138,10 @@ def test_where_torchtitan_differs() -> None:
 )
 def test_megatron_bridge_says_what_megatron_does(options: dict[str, Any]) -> None:
     """Each flag with a value is the override of its name; the last word of a configuration's key."""
-    found = answer(**options)
-    plan = found.plans[0]
-    flags = megatron_arguments(found, plan)
-    words = [each.partition("=") for each in megatron_bridge_overrides(found, plan)]
+    plan = solved(**options)
+    request = the_request(plan)
+    flags = megatron_arguments(request)
+    words = [each.partition("=") for each in megatron_bridge_overrides(request)]
     overrides = {name.rpartition(".")[2]: value for name, _, value in words}
     for flag, value in itertools.pairwise(flags):
         name = flag.removeprefix("--").replace("-", "_")
@@ -143,9 +156,9 @@ def test_megatron_bridge_says_what_megatron_does(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_megatron_takes_layouts_with_predictors(layout_class: Any, virtual: int) -> None:
-    found = answer(tp=(2,), pp=(4,), recompute="full", predictors=2, virtual_stages=(virtual,))
-    for plan in found.plans:
-        flags = megatron_arguments(found, plan)
+    plan = solved(tp=(2,), pp=(4,), recompute="always", predictors=2, virtual_stages=(virtual,))
+    for request in requests(plan):
+        flags = megatron_arguments(request)
         values = dict(itertools.pairwise(flags))
         assert values["--mtp-num-layers"] == "2"
         assert values["--recompute-num-layers"] == "1"
@@ -165,31 +178,30 @@ def test_megatron_takes_layouts_with_predictors(layout_class: Any, virtual: int)
 def test_sections_of_nemo_automodel(options: dict[str, Any]) -> None:
     """As many processes as devices, as many sequences as the batch has, every module once; its recipe's
     reader takes `activation_checkpointing` as a truth value or selective."""
-    found = answer(**options)
-    for plan in found.plans:
-        sections = nemo_automodel_sections(found, plan)
+    for request in requests(solved(**options)):
+        sections, choice = nemo_automodel_sections(request), request.choice
         own, batches = sections["distributed"], sections["step_scheduler"]
         sizes = [own[f"{name}_size"] for name in ("tp", "cp", "pp", "dp")]
         assert math.prod(sizes) == 16
         assert own["dp_size"] % own["dp_replicate_size"] == 0
         assert batches["global_batch_size"] == 64
         steps = 64 / (batches["local_batch_size"] * own["dp_size"])
-        assert steps == (1 if own["pp_size"] > 1 else plan.micro_batches)
-        checkpointing = {"none": False, "full": True, "selective": "selective"}
-        assert own["activation_checkpointing"] == checkpointing[plan.recompute]
+        assert steps == (1 if own["pp_size"] > 1 else choice.micro_batches)
+        checkpointing = {"never": False, "always": True, "selective": "selective"}
+        assert own["activation_checkpointing"] == checkpointing[request.degrees.recompute]
         if own["pp_size"] > 1:
             parts = own["pipeline"]["module_fqns_per_model_part"]
-            assert len(parts) == own["pp_size"] * plan.virtual_stages
+            assert len(parts) == own["pp_size"] * choice.virtual_stages
             names = [name for part in parts for name in part if not name.endswith("rotary_emb")]
             blocks = [f"model.layers.{n}" for n in range(16)]
             assert names == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
 
 
 @cache
-def offload_answer() -> DegreeAnswer:
+def offload_plan() -> Plan:
     """Of a model with experts, in memory that only plans with offload fit."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    found = pplan.degrees(
+    plan = pplan.solve(
         {**MODEL, **experts, "model_type": "mixtral", "vocab_size": 32000},
         gpus=16,
         gpu="a100-80gb",
@@ -205,34 +217,33 @@ def offload_answer() -> DegreeAnswer:
         recompute="none",
         offload=True,
     )
-    assert {plan.recompute for plan in found.plans} == {"offload"}
-    return found
+    assert {request.degrees.recompute for request in requests(plan)} == {"offload"}
+    return plan
 
 
 @pytest.mark.slow
 def test_arguments_of_offload() -> None:
     """Megatron-LM's modules of attention, and of experts where there are some; others keep all."""
-    found = offload_answer()
-    plan = found.plans[0]
-    flags = megatron_arguments(found, plan)
+    plan = offload_plan()
+    request = the_request(plan)
+    flags = megatron_arguments(request)
     modules = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
     start = flags.index("--offload-modules")
     assert flags[start - 1 :] == ["--fine-grained-activation-offloading", "--offload-modules", *modules]
     assert "--recompute-granularity" not in flags
-    dense = dataclasses.replace(found, shape=dataclasses.replace(found.shape, routed=(False,) * 16))
-    assert megatron_arguments(dense, plan)[start - 1 :] == flags[start - 1 : -3]
-    overrides = megatron_bridge_overrides(found, plan)
+    training = request.training.model_copy(update={"active_parameters": request.training.parameters})
+    dense = dataclasses.replace(request, training=training)
+    assert megatron_arguments(dense)[start - 1 :] == flags[start - 1 : -3]
+    overrides = megatron_bridge_overrides(request)
     assert f"model.offload_modules=[{','.join(modules)}]" in overrides
     assert "model.fine_grained_activation_offloading=true" in overrides
-    assert torchtitan_arguments(found, plan)[-1] == "activation_checkpoint:none"
-    assert nemo_automodel_sections(found, plan)["distributed"]["activation_checkpointing"] is False
-    assert "offload no activations" in torchtitan_remarks(plan)[0]
-    document = build_degrees_file(found, MadeBy())
-    assert document.plans[0].stages[0].host_bytes > 0
-    assert "NVTE_CPU_OFFLOAD_V1" in document.plans[0].remarks[0]
-    assert any("85 %" in note and "nothing was measured" in note for note in document.notes)
-    with pytest.raises(ExportError, match="offload"):
-        deepspeed_config(found, dataclasses.replace(plan, degrees=ParallelDegrees(tensor=2, data=8)))
+    assert torchtitan_arguments(request)[-1] == "activation_checkpoint:none"
+    assert nemo_automodel_sections(request)["distributed"]["activation_checkpointing"] is False
+    assert "offloads no activations" in torchtitan_remarks(request)[0]
+    assert (plan.stages[0].host_bytes or 0) > 0
+    assert any("85 %" in note and "nothing was measured" in note for note in plan.notes)
+    with pytest.warns(UserWarning, match="NVTE_CPU_OFFLOAD_V1"):
+        pplan.export("megatron", plan)
 
 
 @pytest.mark.slow
@@ -244,8 +255,7 @@ def test_megatron_takes_the_modules() -> None:
         core = pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
     sizes: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
     sizes |= {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.bfloat16}
-    found = offload_answer()
-    flags = megatron_arguments(found, found.plans[0])
+    flags = megatron_arguments(the_request(offload_plan()))
     modules = flags[flags.index("--offload-modules") + 1 :]
     own = core.TransformerConfig(**sizes, fine_grained_activation_offloading=True, offload_modules=modules)
     assert own.min_offloaded_tensor_size == LEAST_OFFLOADED
@@ -286,30 +296,58 @@ def test_megatron_core_has_each_option(model: dict[str, Any], options: dict[str,
         ):
             core = pytest.importorskip(f"megatron.core.{module}", exc_type=ImportError)
             names |= {field.name for field in dataclasses.fields(getattr(core, kind))}
-    found = pplan.degrees(
+    plan = pplan.solve(
         {**MODEL, **model}, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options
     )
-    flags = [word for word in megatron_arguments(found, found.plans[0]) if word.startswith("--")]
+    flags = [word for word in megatron_arguments(the_request(plan)) if word.startswith("--")]
     assert len(flags) > 5
     own = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
     assert own <= names
 
 
 def test_megatrons_fsdp() -> None:
-    found = answer(tp=(2,), pp=(1,), zero=(3,))
-    flags = megatron_arguments(found, found.plans[0])
+    document = pplan.export("megatron", solved(tp=(2,), pp=(1,), zero=(3,)))
+    flags = document.arguments  # type: ignore[attr-defined]
     assert flags[flags.index("--data-parallel-sharding-strategy") + 1] == "optim_grads_params"
     assert flags[flags.index("--ckpt-format") + 1] == "fsdp_dtensor"
     assert {"--use-megatron-fsdp", "--use-distributed-optimizer"} < set(flags)
 
 
-def test_deepspeed_config() -> None:
-    found = answer(tp=(2,), pp=(1,), zero=(2,))
-    config = deepspeed_config(found, found.plans[0])
-    assert config["zero_optimization"] == {"stage": 2}
-    assert config["tensor_parallel"] == {"autotp_size": 2}
-    product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
-    assert config["train_batch_size"] == product * found.plans[0].degrees.data == 64
-    found = answer(tp=(2,), pp=(2,))
-    with pytest.raises(ExportError, match="PP 2"):
-        deepspeed_config(found, found.plans[0])
+def test_exports_carry_the_degrees_and_say_whose_code_is_costed(tmp_path: Path) -> None:
+    """The second line of a file for another trainer is the warning."""
+    plan = solved(tp=(2,), pp=(2,), recompute="never", virtual_stages=(1,))
+    for runtime in ("megatron", "megatron-bridge", "torchtitan", "nemo-automodel"):
+        document = pplan.export(runtime, plan)
+        assert document.step_seconds == plan.prediction.step_seconds
+        file = tmp_path / "file.txt"
+        document.save(file, force=True)
+        second = file.read_text().splitlines()[1]
+        assert second.startswith("# Warning: the plan's seconds and bytes are those of megatron's code") == (
+            not runtime.startswith("megatron")
+        )
+    for runtime in ("torch", "torchgpipe", "deepspeed", "huggingface"):
+        with pytest.raises(ExportError, match="from a configuration"):
+            pplan.export(runtime, plan)
+
+
+def test_a_stage_without_a_layer_is_for_megatron_alone() -> None:
+    model = {**MODEL, "num_hidden_layers": 2}
+    plan = pplan.solve(
+        model, gpus=4, gpu="h100", pp=(4,), virtual_stages=(2,), mini_batch=16, recompute="never"
+    )
+    assert 0 in plan.balance
+    pplan.export("megatron", plan)
+    for runtime in ("torchtitan", "nemo-automodel"):
+        with pytest.raises(ExportError, match="has no layer"):
+            pplan.export(runtime, plan)
+
+
+def test_of_degrees_by_stage_the_fastest_with_equal_degrees_is_exported() -> None:
+    wide = {"hidden_size": 3584, "num_attention_heads": 16, "num_hidden_layers": 42, "vocab_size": 256000}
+    few: dict[str, Any] = {"tp": (2, 4), "pp": (2,), "cp": (1,), "micro_batch_size": (1, 2)}
+    few |= {"virtual_stages": (1,), "recompute": "never", "mini_batch": 64}
+    plan = pplan.solve({**MODEL, **wide}, gpus=8, gpu="a100-40gb", by_stage=True, **few)
+    assert plan.degrees is None
+    with pytest.warns(UserWarning, match="Exported instead the fastest alternative: TP 4"):
+        document = pplan.export("megatron", plan)
+    assert document.step_seconds == min(row.step_seconds for row in plan.alternatives)

@@ -1,0 +1,140 @@
+"""Degrees of parallelism and the training of a plan that was made from a transformer's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from ..cost_models.document import DeviceCount, LayerBound, LayerCount, Record, ZeroStage
+from ..cost_models.memory import count_first_layers
+from ..cost_models.quantities import MOST_BYTES
+from ..cost_models.runtime import OFFLOAD
+from ..cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
+from ..cost_models.transformer.training_setting import Recomputation
+
+Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
+"""Number of tokens or parameters."""
+SAME = 1e-6
+"""Share of a step: what is faster by less is not looked for."""
+_WORDS: dict[Recomputation, str] = {
+    "none": "never",
+    "selective": "selective",
+    "full": "always",
+    "offload": OFFLOAD,
+}
+
+
+def _known_recompute(word: str) -> str:
+    if word not in _WORDS.values() and not count_first_layers(word):
+        raise ValueError(
+            f"must be one of {', '.join(_WORDS.values())}, or first_N for N blocks of each stage"
+        )
+    return word
+
+
+def block_recompute(kind: Recomputation, blocks: int | None) -> str:
+    """Return the word for what the blocks of a stage run again.
+
+    >>> block_recompute("full", None), block_recompute("full", 3), block_recompute("none", None)
+    ('always', 'first_3', 'never')
+    """
+    return _WORDS[kind] if blocks is None else f"first_{blocks}"
+
+
+class StageDegrees(Record):
+    """Degrees of the devices of a stage, as of `ParallelDegrees`, and what its blocks run again.
+
+    `recompute`: `never`, `always`, `selective` (attention alone), `offload` (activations are kept in the
+    host's memory instead) or `first_N` (the first N blocks of a stage).
+    """
+
+    tensor: DeviceCount = 1
+    context: DeviceCount = 1
+    expert: DeviceCount = 1
+    data: DeviceCount = 1
+    zero: ZeroStage = 1
+    exchange: ContextExchange = "all-to-all"
+    recompute: Annotated[str, AfterValidator(_known_recompute)] = "never"
+
+    @property
+    def sharers(self) -> int:
+        """Number of devices of a replica."""
+        return self.tensor * self.context
+
+    @property
+    def first_blocks(self) -> int | None:
+        """Number of first blocks of a stage that run again; None where it is all or none."""
+        return count_first_layers(self.recompute)
+
+    def describe(self, pipeline: int = 1) -> str:
+        """The degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
+        shared = self.model_dump(exclude={"recompute", "pipeline", "predictor_offset"})
+        return ParallelDegrees(**shared, pipeline=pipeline).describe()
+
+
+class Degrees(StageDegrees):
+    """Degrees that all stages have, of which there are `pipeline` times the virtual stages of a device.
+
+    `predictor_offset`: stages from that of the multi-token predictors to the last.
+    """
+
+    pipeline: DeviceCount = 1
+    predictor_offset: LayerBound = 0
+
+    def describe(self, pipeline: int | None = None) -> str:
+        """The degrees in words."""
+        return super().describe(pipeline or self.pipeline)
+
+    def check(
+        self, training: TransformerTraining, balance: Sequence[int], virtual_stages: int, samples: int
+    ) -> None:
+        """Check that the degrees are those of parts with so many layers. Raises ValueError."""
+        blocks = self.blocks(balance, training.predictors)
+        if len(balance) != self.pipeline * virtual_stages or min(blocks) < 0:
+            raise ValueError(
+                f"degrees: a pipeline of {self.pipeline} devices does not have balance {balance}"
+            )
+        if sum(blocks) != training.blocks:
+            raise ValueError(f"degrees: balance {balance} is not of {training.blocks} blocks")
+        if samples % self.data:
+            raise ValueError(f"degrees: {self.data} replicas do not share {samples} samples")
+
+    def blocks(self, balance: Sequence[int], predictors: int) -> tuple[int, ...]:
+        """Number of blocks in parts with so many layers: without the embedding, predictors and head."""
+        counts = list(balance)
+        if self.predictor_offset >= len(counts):
+            raise ValueError(f"degrees: predictor_offset {self.predictor_offset} of {len(counts)} parts")
+        counts[0] -= 1
+        counts[-1] -= 1
+        counts[-1 - self.predictor_offset] -= predictors
+        return tuple(counts)
+
+
+class TransformerTraining(Record):
+    """Model and training of a plan from a configuration.
+
+    `implementation`: whose code is costed. `blocks`: of the model; its chain is the embedding, the blocks,
+    the `predictors` of further tokens and the head. `sequence`: tokens of a sample. `active_parameters`:
+    those that a token uses.
+    """
+
+    implementation: Literal["megatron"] = "megatron"
+    blocks: LayerCount
+    predictors: LayerBound = 0
+    sequence: Count
+    parameters: Count
+    active_parameters: Count
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some blocks have experts."""
+        return self.active_parameters < self.parameters
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the layers, in order."""
+        blocks = [f"model.layers.{block}" for block in range(self.blocks)]
+        predictors = [f"model.mtp.{number}" for number in range(self.predictors)]
+        return ["model.embed_tokens", *blocks, *predictors, "lm_head"]

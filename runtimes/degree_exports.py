@@ -1,0 +1,394 @@
+"""The export of a plan from a transformer's configuration: its degrees in the words of each trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, cast
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import ExportError
+from ..cost_models.runtime import OFFLOAD, Runtime
+from ..cost_models.transformer.training_setting import block_ranges
+from ..planner.plan_degrees import Degrees, TransformerTraining
+from ..planner.plan_file import Plan, PlanRow
+from .documents import (
+    ExportDocument,
+    LayoutExport,
+    NemoExport,
+    TorchtitanExport,
+    count_nodes,
+    document_class,
+    hash_layers,
+)
+from .trainer_words import (
+    DISTRIBUTED_OPTIMIZER,
+    INSTEAD,
+    WORDS,
+    ModuleNames,
+    write_flags,
+    write_layout,
+    write_overrides,
+)
+
+
+@dataclass(frozen=True)
+class DegreeRequest:
+    """The plan, or one of its alternatives, on its way to a trainer."""
+
+    plan: Plan
+    choice: PlanRow
+    training: TransformerTraining
+    degrees: Degrees
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of blocks of each (virtual) stage."""
+        return self.degrees.blocks(self.choice.balance, self.training.predictors)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch on one replica."""
+        return self.choice.micro_batch_size // self.degrees.data
+
+    @property
+    def layout(self) -> str:
+        """The layout of Megatron-LM."""
+        return write_layout(self.blocks, self.training.predictors, self.degrees.predictor_offset)
+
+
+def degree_request(plan: Plan, training: TransformerTraining) -> DegreeRequest:
+    """Choose the plan, or its fastest alternative where its stages have degrees of their own."""
+    choice = plan.row
+    if plan.degrees is None and not plan.alternatives:
+        raise ExportError(
+            "each stage of the plan has degrees of its own: trainers have one set of degrees for all stages",
+            "Make a plan without `by_stage`.",
+        )
+    if plan.degrees is None:
+        choice = min(plan.alternatives, key=lambda other: other.step_seconds)
+    assert choice.degrees is not None
+    return DegreeRequest(plan, choice, training, choice.degrees)
+
+
+def export_degrees(
+    runtime: Runtime, plan: Plan, training: TransformerTraining, made_by: MadeBy
+) -> tuple[ExportDocument, str | None]:
+    """Export a plan from a configuration.
+
+    Returns:
+        The trainer's file, and a remark for standard error. The file's second line warns where the plan is
+        for another implementation.
+
+    Raises:
+        ExportError: The runtime trains no transformer by its own code, or has no such degrees.
+    """
+    if runtime.name not in _EXPORTERS:
+        raise ExportError(
+            f"the plan is from a configuration, with degrees of parallelism, and {runtime.name} has none",
+            f"Export it for one of {', '.join(_EXPORTERS)}; or profile the model: pplan.profile('hf:NAME')",
+        )
+    request = degree_request(plan, training)
+    choice, degrees = request.choice, request.degrees
+    warnings = [] if runtime.name.startswith(training.implementation) else [_other_code(training, runtime)]
+    processes = degrees.sharers * degrees.data * degrees.pipeline
+    fields: dict[str, Any] = {
+        "runtime": runtime.name,
+        "model": plan.model,
+        "layers_sha256": hash_layers(plan),
+        "mini_batch": plan.mini_batch,
+        "micro_batch_size": choice.micro_batch_size,
+        "step_seconds": choice.step_seconds,
+        "estimated": plan.profile.estimated,
+        "made_by": made_by,
+        "processes": processes,
+        "nodes": count_nodes(tuple(range(processes)), plan.gpus_per_node),
+        "pipeline_size": degrees.pipeline,
+        "replicas": degrees.data,
+        "order": choice.schedule,
+        "virtual_stages": choice.virtual_stages,
+        "recompute": "always" if degrees.recompute == "always" or degrees.first_blocks else "never",
+        "warnings": warnings,
+    }
+    write, list_remarks = _EXPORTERS[runtime.name]
+    document = write(request, fields)
+    sentences = [f"Warning: {text}" for text in warnings]
+    if plan.degrees is None:
+        sentences.append(
+            f"{runtime.name} has one set of degrees for all stages{INSTEAD} the fastest alternative: "
+            f"{degrees.describe()}, {fields['step_seconds']:.4g} s a step (the plan: "
+            f"{plan.prediction.step_seconds:.4g} s)"
+        )
+    return document, " ".join(f"{text}." for text in [*sentences, *list_remarks(request)]) or None
+
+
+def _other_code(training: TransformerTraining, runtime: Runtime) -> str:
+    return (
+        f"the plan's seconds and bytes are those of {training.implementation}'s code with Transformer "
+        f"Engine, not of {runtime.name}'s"
+    )
+
+
+def megatron_arguments(request: DegreeRequest) -> list[str]:
+    """The arguments of `pretrain_gpt.py` besides the model and the data."""
+    degrees, settings, words = request.degrees, _megatron_settings(request), ["--bf16"]
+    if request.choice.virtual_stages > 1 and "pipeline_model_parallel_layout" not in settings:
+        settings["num_layers_per_virtual_pipeline_stage"] = request.blocks[0]
+    if degrees.tensor > 1:
+        words.append("--sequence-parallel")
+    if degrees.zero:
+        words.append("--use-distributed-optimizer")
+    if degrees.zero > 1:
+        words += ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion"]
+        settings["ckpt_format"] = "fsdp_dtensor"
+    if degrees.recompute == OFFLOAD:
+        words += ["--fine-grained-activation-offloading", "--offload-modules", *_offload_modules(request)]
+    return write_flags(settings) + words
+
+
+def _offload_modules(request: DegreeRequest) -> list[str]:
+    """Those whose saved tensors megatron-core 0.16 keeps on the host: of dense feed-forward layers none."""
+    experts = ["mlp_norm", "expert_fc1", "moe_act"] if request.training.has_experts else []
+    return ["attn_norm", "qkv_linear", "core_attn", "attn_proj", *experts]
+
+
+def megatron_remarks(request: DegreeRequest) -> list[str]:
+    """Remarks on what Megatron-LM needs besides its arguments."""
+    if request.degrees.recompute != OFFLOAD:
+        return []
+    experts = ", and --moe-grouped-gemm for that of experts" if request.training.has_experts else ""
+    return [
+        "Megatron-LM's and Megatron-Bridge's offload needs Transformer Engine, with NVTE_CPU_OFFLOAD_V1=1 in "
+        f"the environment{experts}"
+    ]
+
+
+def megatron_bridge_overrides(request: DegreeRequest) -> list[str]:
+    """Overrides of a recipe of Megatron-Bridge (NeMo), by its names of Megatron-LM's arguments."""
+    degrees, settings = request.degrees, _megatron_settings(request)
+    settings["sequence_parallel"] = str(degrees.tensor > 1).lower()
+    if request.choice.virtual_stages > 1:
+        settings["virtual_pipeline_model_parallel_size"] = request.choice.virtual_stages
+    settings["grad_reduce_in_fp32"] = "true"
+    if degrees.recompute == OFFLOAD:
+        settings["fine_grained_activation_offloading"] = "true"
+        settings["offload_modules"] = f"[{','.join(_offload_modules(request))}]"
+    overrides = write_overrides(settings) + (DISTRIBUTED_OPTIMIZER if degrees.zero else [])
+    return [*overrides, "ddp.use_megatron_fsdp=true"] if degrees.zero > 1 else overrides
+
+
+def _megatron_settings(request: DegreeRequest) -> dict[str, object]:
+    """What both take, by Megatron-LM's names."""
+    degrees, blocks = request.degrees, request.blocks
+    settings: dict[str, object] = {
+        "num_layers": sum(blocks),
+        "seq_length": request.training.sequence,
+        "micro_batch_size": request.samples,
+        "global_batch_size": request.plan.mini_batch,
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "context_parallel_size": degrees.context,
+    }
+    predictors = request.training.predictors
+    if predictors:
+        settings["mtp_num_layers"] = predictors
+    if len(set(blocks)) > 1 or degrees.predictor_offset:
+        settings["pipeline_model_parallel_layout"] = request.layout
+    if degrees.context > 1:
+        settings["cp_comm_type"] = _CONTEXT_WORDS[degrees.exchange]
+    if degrees.expert > 1:
+        settings |= {"expert_model_parallel_size": degrees.expert, "expert_tensor_parallel_size": 1}
+    some = degrees.first_blocks
+    if degrees.recompute == "selective":
+        settings["recompute_granularity"] = "selective"
+    elif degrees.recompute == "always" or some:
+        settings["recompute_granularity"] = "full"
+        settings["recompute_method"] = "uniform" if some is None else "block"
+        # Of predictors megatron-core runs one at a time again.
+        settings["recompute_num_layers"] = some or (1 if predictors else gcd(*blocks))
+    if degrees.zero > 1:
+        strategy = "optim_grads" if degrees.zero == 2 else "optim_grads_params"
+        settings["data_parallel_sharding_strategy"] = strategy
+    return settings
+
+
+_CONTEXT_WORDS = {"all-to-all": "a2a", "ring": "p2p", "all-gather": "all_gather"}
+
+
+def torchtitan_arguments(request: DegreeRequest) -> list[str]:
+    """What `torchtitan.train` (0.3.0) takes after its module and its configuration.
+
+    It counts a replica's batch: of all micro-batches of a pipeline, and of one where it has none, since it
+    adds up gradients over as many as the global batch needs.
+    """
+    degrees, choice, prefix = request.degrees, request.choice, "--parallelism."
+    micro_batches = choice.micro_batches if degrees.pipeline > 1 else 1
+    flags: dict[str, object] = {
+        "--training.seq_len": request.training.sequence,
+        "--training.local_batch_size": micro_batches * request.samples,
+        "--training.global_batch_size": request.plan.mini_batch,
+        prefix + "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
+        prefix + "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
+        prefix + "tensor_parallel_degree": degrees.tensor,
+        prefix + "context_parallel_degree": degrees.context,
+        prefix + "expert_parallel_degree": degrees.expert,
+        prefix + "pipeline_parallel_degree": degrees.pipeline,
+    }
+    if degrees.zero and degrees.pipeline == 1:
+        flags[prefix + "fsdp_reshard_after_forward"] = "always" if degrees.zero == 3 else "never"
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    if degrees.pipeline > 1:
+        arguments += [
+            prefix + "pipeline_parallel_schedule",
+            _schedule(request),
+            prefix + "pipeline_parallel_microbatch_size",
+            str(request.samples),
+            prefix + "module_fqns_per_model_part",
+            *map(",".join, _module_names(request.blocks, WORDS)),
+            "--training.disable_cuda_graphs",
+        ]
+    return [*arguments, f"activation_checkpoint:{_checkpoint_word(degrees)}"]
+
+
+def _schedule(request: DegreeRequest) -> str:
+    return "1F1B" if request.choice.virtual_stages == 1 else "Interleaved1F1B"
+
+
+def _checkpoint_word(degrees: Degrees) -> str:
+    words = {"never": "none", OFFLOAD: "none", "selective": "selective"}
+    return words.get(degrees.recompute, "full")
+
+
+def torchtitan_remarks(request: DegreeRequest) -> list[str]:
+    """Remarks on where torchtitan does not train as the plan says."""
+    degrees, remarks = request.degrees, []
+    if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
+        remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
+    if degrees.context > 1 and degrees.exchange != "all-gather":
+        remarks.append("torchtitan's context parallelism gathers keys and values on every device")
+    elif degrees.context > 1:
+        remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
+    if degrees.recompute == "selective":
+        remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
+    if degrees.first_blocks is not None:
+        remarks.append("torchtitan checkpoints every block or none, not the first ones of a stage")
+    return [*remarks, *_lacking_remarks(request, "torchtitan")]
+
+
+def _lacking_remarks(request: DegreeRequest, trainer: str) -> list[str]:
+    """Remarks on what torchtitan and NeMo AutoModel do not have."""
+    remarks = []
+    if request.training.predictors:
+        remarks.append(f"{trainer} is named no predictors of further tokens")
+    if request.degrees.recompute == OFFLOAD:
+        remarks.append(f"{trainer} offloads no activations: it keeps all on the GPU")
+    return remarks
+
+
+def _module_names(counts: tuple[int, ...], words: ModuleNames) -> list[list[str]]:
+    """The modules of each (virtual) stage."""
+    ranges = block_ranges(counts)
+    names = [[f"{words.blocks}.{block}" for block in blocks] for blocks in ranges]
+    names[0].insert(0, words.embedding)
+    names[-1] += [words.norm, words.head]
+    return names
+
+
+_LLAMA = ModuleNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+"""What transformers calls the modules of Llama and its like."""
+
+
+def _automodel_names(request: DegreeRequest) -> list[list[str]]:
+    """The modules of each (virtual) stage; each with blocks computes the rotary embedding for itself."""
+    rotary = [f"{_LLAMA.blocks.removesuffix('layers')}rotary_emb"]
+    names = zip(_module_names(request.blocks, _LLAMA), request.blocks, strict=True)
+    return [own + rotary * bool(blocks) for own, blocks in names]
+
+
+def nemo_automodel_sections(request: DegreeRequest) -> dict[str, Any]:
+    """Sections of a recipe of NeMo AutoModel 0.7, with the names of transformers' Llama: its `dp_size` counts
+    replicas, of which `dp_replicate_size` are not sharded."""
+    degrees, batch = request.degrees, request.choice.micro_batches * request.samples
+    distributed: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "tp_size": degrees.tensor,
+        "cp_size": degrees.context,
+        "pp_size": degrees.pipeline,
+        "ep_size": degrees.expert,
+        "dp_size": degrees.data,
+        "dp_replicate_size": 1 if degrees.zero else degrees.data,
+        "sequence_parallel": degrees.tensor > 1,
+        "activation_checkpointing": {"none": False, "full": True}.get(
+            _checkpoint_word(degrees), degrees.recompute
+        ),
+    }
+    if degrees.pipeline > 1:
+        distributed["pipeline"] = {
+            "pp_schedule": _schedule(request),
+            "pp_microbatch_size": request.samples,
+            "module_fqns_per_model_part": _automodel_names(request),
+        }
+    return {
+        "step_scheduler": {
+            "global_batch_size": request.plan.mini_batch,
+            "local_batch_size": batch if degrees.pipeline > 1 else request.samples,
+        },
+        "distributed": distributed,
+    }
+
+
+def nemo_automodel_remarks(request: DegreeRequest) -> list[str]:
+    """Remarks on where NeMo AutoModel does not train as the plan says."""
+    degrees, remarks = request.degrees, _lacking_remarks(request, "NeMo AutoModel")
+    if degrees.data * degrees.context % degrees.expert:
+        remarks.append(
+            f"NeMo AutoModel spreads experts over replicas and context, not over {degrees.expert} devices"
+        )
+    return remarks
+
+
+def _export_layout(request: DegreeRequest, fields: dict[str, Any]) -> LayoutExport:
+    is_bridge = fields["runtime"] == "megatron-bridge"
+    arguments = megatron_bridge_overrides(request) if is_bridge else megatron_arguments(request)
+    return cast(type[LayoutExport], document_class(fields["runtime"]))(
+        **fields,
+        arguments=arguments,
+        layout=request.layout,
+        num_layers=sum(request.blocks),
+        first_blocks=request.degrees.first_blocks,
+    )
+
+
+def _check_filled(request: DegreeRequest, runtime: str) -> None:
+    """Raises ExportError for a stage without a layer."""
+    if 0 in request.choice.balance:
+        raise ExportError(
+            f"stage {request.choice.balance.index(0)} has no layer, and {runtime} trains no empty stage",
+            "Export it for megatron, or make a plan with fewer stages (`pp`).",
+        )
+
+
+def _export_torchtitan(request: DegreeRequest, fields: dict[str, Any]) -> TorchtitanExport:
+    _check_filled(request, "torchtitan")
+    names = _module_names(request.blocks, WORDS)
+    arguments = torchtitan_arguments(request)
+    return TorchtitanExport(**fields, module_fqns_per_model_part=names, arguments=arguments)
+
+
+def _export_nemo(request: DegreeRequest, fields: dict[str, Any]) -> NemoExport:
+    _check_filled(request, "nemo-automodel")
+    names, sections = _automodel_names(request), nemo_automodel_sections(request)
+    return NemoExport(**fields, module_fqns_per_model_part=names, sections=sections)
+
+
+_EXPORTERS: dict[
+    str,
+    tuple[Callable[[DegreeRequest, dict[str, Any]], ExportDocument], Callable[[DegreeRequest], list[str]]],
+] = {
+    "megatron": (_export_layout, megatron_remarks),
+    "megatron-bridge": (_export_layout, megatron_remarks),
+    "torchtitan": (_export_torchtitan, torchtitan_remarks),
+    "nemo-automodel": (_export_nemo, nemo_automodel_remarks),
+}
+"""By trainer, what writes its file, and the remarks on it."""
