@@ -217,14 +217,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A device whose context takes more than there is has nothing left."""
+    """Of a device whose context takes more than there is, what it has is told."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODEL))
     command = ["--model", str(config), "--tp", "1", "--gpus", "2", "--gpu", "h100", "--mini-batch", "1"]
     assert main(["lint", "EttttttL", *command, "--pp", "1", "--gpus", "1", "--memory", "100MB"]) == 4
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"It does not fit: where it needs least, [\d.]+ .iB of the 0 B that may be used", printed
+        r"It does not fit: where it needs least, [\d.]+ .iB of the 95.4 MiB of a device", printed
     )
     assert "None that fits at these degrees was found." in printed
     report = pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", mini_batch=1, tp=(1,))

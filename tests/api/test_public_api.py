@@ -64,6 +64,8 @@ def test_all() -> None:
     assert pplan.__version__ == version("pplan")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pplan.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"part of pplan\.solve"):
+        pplan.degrees  # noqa: B018
 
 
 def test_import_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_the_old_name_of_the_options_is_read() -> None:
     assert "wishes" not in content
 
 
+def test_the_old_name_of_the_sharing_of_layers_is_read() -> None:
+    """`degrees` are now those of a plan from a configuration, which no other plan's file has."""
+    rows = [{"tensor_parallel": 1, "step_seconds": 2.0}, {"tensor_parallel": 2, "reason": "none fits"}]
+    plan = load(MINIMAL | {"degrees": rows})
+    assert [row.tensor_parallel for row in plan.sharing] == [1, 2]
+    content = json.loads(plan.to_json())
+    assert len(content["sharing"]) == 2
+    for part in (content, *content["stages"], *content["alternatives"]):
+        assert not {"degrees", "training", "update_seconds", "transfer_seconds"} & part.keys()
+    assert load(content) == plan
+
+
 def test_every_schedule_has_a_name_in_the_file() -> None:
     assert len(SCHEDULES) == 17
 
