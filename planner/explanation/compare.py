@@ -174,7 +174,7 @@ def _proven_bound(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
     whose plans it is."""
     step, own = plan.prediction.step_seconds, plan.prediction.lower_bound_seconds
     key = _problem(plan)
-    searched = plan.schedule in SEARCHED
+    searched = plan.schedule in SEARCHED and plan.training is None
     shared = max((seconds for other, seconds in bounds if other == key and searched), default=0.0)
     if 0 < shared <= step * (1 + TIE):
         return shared

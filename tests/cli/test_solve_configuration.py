@@ -49,7 +49,7 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
     plan = pplan.solve(MODEL, gpus=16, gpu="h100", mini_batch=64, **few)
     same = ("stages", "prediction", "degrees", "training", "alternatives", "baselines", "balance", "notes")
     own = json.loads(plan.to_json())
-    assert [name for name in same if printed[name] != own[name]] == ["notes"]  # names of options
+    assert [name for name in same if printed[name] != own[name]] == []
     training, degrees = printed["training"], printed["degrees"]
     assert training["parameters"] == training["active_parameters"] == 8030261248
     assert (training["blocks"], printed["mini_batch"], training["sequence"]) == (32, 64, 4096)
@@ -72,7 +72,7 @@ def test_the_answer(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # --pp leaves out FSDP, which is a baseline.
     found = "TP 2 x PP 4 x DP 8 is the fastest found of those allowed (fsdp is faster) on 64 GPUs: "
     assert printed.startswith(found)
-    assert len(printed.splitlines()) <= 16
+    assert len(printed.splitlines()) <= 21  # of 20 virtual stages
     assert "8.03 billion parameters" in printed
     assert "estimated for megatron's code" in printed
     assert main(["solve", str(config), *options, "--details"]) == 0
@@ -203,10 +203,9 @@ def test_all_verbs_print_the_same_seconds_and_bytes(
     plan = pplan.load_plan(file)
     step, peak = plan.prediction.step_seconds, max(stage.memory_bytes for stage in plan.stages)
     assert main(["compare", str(file), str(file), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["step_seconds"], row["memory_bytes"], row["devices"]) for row in rows] == [
-        (step, peak, 16)
-    ] * 2
+    rows = [row["plan"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert [(row["step_seconds"], max(row["memory_bytes"])) for row in rows] == [(step, peak)] * 2
+    assert all({device for part in row["devices"] for device in part} == set(range(16)) for row in rows)
     for runtime in ("megatron", "megatron-bridge", "torchtitan", "nemo-automodel"):
         assert main(["export", runtime, str(file), "-o", str(tmp_path / f"{runtime}.json"), "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
