@@ -176,6 +176,12 @@ def wrong(annotation: str) -> Iterator[Any]:
         yield from ("depth=4", 5, [("depth", 4)])
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+_OF_CONFIGURATIONS = list_declarations(DegreeOptions).keys() - {
+    name for model in MODELS for name in list_declarations(model)
+}
+
+
 def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> None:
     costs: dict[str, Any] = {"stages": 2, "micro_batches": 4, "forward_ms": 1, "backward_ms": 1}
     of_plan = {"plan": plan, "profile": profile}
@@ -211,6 +217,8 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
     if (name, argument) == ("sweep", "use_all"):
         given[name]["grid"] = {"mini_batch": [8]}
         del given[name]["mini_batch"]
+    if name == "solve" and argument in _OF_CONFIGURATIONS:
+        given[name] = {"profile": GPT2, "gpus": 2, "gpu": "h100"}
     own = {**given[name], argument: value}
     plans = (Plan.model_validate(plan.model_dump()),) if name == "compare" else ()
     getattr(pplan, name)(*plans, **own)
