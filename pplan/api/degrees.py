@@ -92,9 +92,9 @@ def find_configuration(source: object) -> Configuration | None:
     content = read_bytes(path, "profile")
     if file_kind(decode_text(content, path, "profile")) != JSON:
         return None
-    if not _SIZES & read_configuration(path).keys():
+    if not content.lstrip().startswith(b"{") or not _SIZES & read_configuration(path).keys():
         raise FileError(
-            f"{path}: is neither a profile nor the configuration of a transformer",
+            f"{path}: not a profile, and not the configuration of a transformer",
             "Give what pplan profile wrote, or a config.json with model_type, hidden_size and so on.",
         )
     return Configuration(load_transformer_shape(path), path.name, sha256(content))

@@ -260,7 +260,7 @@ def test_the_verb_of_earlier_versions(config: Path, capsys: pytest.CaptureFixtur
         ("profile", ["--pp", "2"], "--pp is an option for a config.json"),
         ("profile", ["--kernels", "kernels.csv"], "--kernels is an option for a config.json"),
         ("profile", ["--zero", "1,2"], "--zero 1,2"),
-        ("other", [], "is neither a profile nor the configuration"),
+        ("other", [], "not a profile, and not the configuration"),
     ],
 )
 def test_the_content_of_the_file_decides(
