@@ -83,6 +83,8 @@ def solve_command(
         ("--frontier", frontier, ["points"]),
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
+    if not profile_files:
+        typed_options.read()  # what it refuses needs no profile
     paths = profile_files or [choose_input(None, ("profile",))]
     typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
     if len(paths) == 1 and (configuration := find_configuration(str(paths[0]))) is not None:

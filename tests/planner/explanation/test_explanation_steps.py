@@ -128,7 +128,7 @@ def test_notes(sharers: int, fits: bool) -> None:
     context: Any = SimpleNamespace(present=SimpleNamespace(step_seconds=4.0), fits=fits)
     plan: Any = SimpleNamespace(
         prediction=SimpleNamespace(step_seconds=4.0),
-        degrees=None,
+        sharing=[],
         profile=SimpleNamespace(tensor_parallel=sharers),
         is_replanned=False,
         topology=None,

@@ -121,6 +121,7 @@ def file(step: float, bound: float, schedule: str = "1f1b", *, fixed: bool = Fal
         schedule=schedule,
         is_fixed_partition=fixed,
         problem={"model": name},
+        training=None,
     )
 
 
