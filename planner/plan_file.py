@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -317,6 +317,8 @@ def _each_part(content: Any) -> Any:
     if not isinstance(balance, list) or not all(isinstance(count, int) and count > 0 for count in counts):
         return content  # the fields' own checks say it
     stages = max(len(balance) // virtual, 1)
+    if stages * each > MOST_DEVICES:
+        return content
     firsts = [part % stages * each for part in range(len(balance))]
     devices = [list(range(first, first + each)) for first in firsts]
     return {"devices": devices} | content | {"replicas": [each] * len(balance)}
@@ -707,20 +709,25 @@ def _check_layers(plan: Plan) -> None:
         raise ValueError(f"layer_names has {len(plan.layer_names)} names, the stages hold {expected} layers")
 
 
-def _check_devices(plan: Plan) -> None:
+def _check_ranks(parts: Sequence[Sequence[int]], virtual_stages: int, gpus: int | None, where: str) -> None:
     """Each device has one part of the layers, or as many as there are virtual stages, and is there."""
-    uses = Counter(device for stage in plan.stages for device in stage.devices)
-    twice = sorted(device for device, count in uses.items() if count > plan.virtual_stages)
+    uses = Counter(device for part in parts for device in part)
+    twice = sorted(device for device, count in uses.items() if count > virtual_stages)
     if twice:
-        raise ValueError(f"stages: device {twice[0]} is used {uses[twice[0]]} times")
+        raise ValueError(f"{where}: device {twice[0]} is used {uses[twice[0]]} times")
+    if gpus is not None and max(uses, default=0) >= gpus:
+        raise ValueError(f"{where}: device {max(uses)} is used, of {gpus} gpus from 0 on")
+
+
+def _check_devices(plan: Plan) -> None:
+    """Each stage has as many devices as its replicas take, and they are there."""
+    _check_ranks([stage.devices for stage in plan.stages], plan.virtual_stages, plan.gpus, "stages")
     for number, stage in enumerate(plan.stages):
         own = stage.degrees or plan.degrees
         if len(stage.devices) != stage.replicas * (own.sharers if own else 1):
             raise ValueError(
                 f"stages.{number}: replicas is {stage.replicas}, the devices are {stage.devices}"
             )
-    if plan.gpus is not None and max(uses) >= plan.gpus:
-        raise ValueError(f"stages: device {max(uses)} is used, of {plan.gpus} gpus from 0 on")
 
 
 def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
@@ -734,6 +741,11 @@ def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
         values = getattr(other, name)
         if len(values) != parts and (values or name in ("replicas", "devices")):
             raise ValueError(f"{where}{name} has {len(values)} entries for {parts} parts")
+    sharers = other.degrees.sharers if other.degrees else 1
+    for number, (count, ranks) in enumerate(zip(other.replicas, other.devices, strict=True)):
+        if len(ranks) != count * sharers:
+            raise ValueError(f"{where}replicas.{number} is {count}, the devices are {ranks}")
+    _check_ranks(other.devices, other.virtual_stages, plan.gpus, f"{where}devices")
     other.check_shape(plan.mini_batch, where)
 
 

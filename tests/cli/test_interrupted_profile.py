@@ -48,12 +48,12 @@ LIMIT = 120
 MAIN = """
 import sys
 from pplan.cli.app import main
-from pplan.profiler import profile_cache, whole_sweep
+from pplan.profiler import cache, size_sweep
 
 # Passes of a few microseconds vary too much to add up, and for the budget to be enough to be certain of them.
-profile_cache.misses_whole = lambda _: False
-rounds, one_more = iter(range(20)), whole_sweep.WholeSweep.one_more_round
-whole_sweep.WholeSweep.one_more_round = lambda sweep: next(rounds, None) is not None and one_more(sweep)
+cache.misses_whole = lambda _: False
+rounds, one_more = iter(range(20)), size_sweep.WholeSweep.one_more_round
+size_sweep.WholeSweep.one_more_round = lambda sweep: next(rounds, None) is not None and one_more(sweep)
 sys.exit(main())
 """
 PROFILE = ("profile", "zoo:make", "--device", "cpu", "--micro-batch-sizes", "1,2", "--budget", "10s")
