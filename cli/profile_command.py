@@ -176,7 +176,8 @@ def _configured_name(model: str, config: Path) -> str:
     """The model of that file, or of the config.json in that folder. It is of the model type that is named; a
     hub's name, `hf:owner/model`, names none. Raises UsageError, FileError."""
     from ..cost_models.errors import FileError, UsageError
-    from ..cost_models.transformer.configuration import read_configuration
+    from ..cost_models.text_files import read_text
+    from ..cost_models.transformer.configuration import parse_configuration
 
     kind = model.removeprefix("hf:")
     if kind == model:
@@ -184,7 +185,7 @@ def _configured_name(model: str, config: Path) -> str:
             f"--config {config}: {model} is no model of transformers", "Name its model type, as in hf:llama."
         )
     file = config / "config.json" if config.is_dir() else config
-    model_type = read_configuration(file).get("model_type")
+    model_type = parse_configuration(read_text(file, "configuration"), file).get("model_type")
     if not isinstance(model_type, str):
         raise FileError(
             f"--config {config}: has no model_type, so it is no configuration of transformers",

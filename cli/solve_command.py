@@ -69,13 +69,11 @@ def solve_command(
 ) -> None:
     """Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is from
     the best possible."""
-    from ..api.degrees import find_configuration, solve_configuration
+    from ..api.configuration import Configuration, read_source
     from ..api.machine import count_gpus
     from ..api.provenance import made_by
     from ..api.solve import MODELS, refuse_options, solve, watching_best
     from ..cost_models.errors import UsageError
-    from ..cost_models.text_files import decode_text, read_bytes, sha256
-    from ..profiler.profile_file import Profile
     from .field_names import command_line
     from .output import choose_input, choose_target, file_stem
 
@@ -87,7 +85,14 @@ def solve_command(
         typed_options.read()  # what it refuses needs no profile
     paths = profile_files or [choose_input(None, ("profile",))]
     typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
-    if len(paths) == 1 and (configuration := find_configuration(str(paths[0]))) is not None:
+    source = read_source(str(paths[0]))
+    if isinstance(source, Configuration):
+        from ..api.degrees import solve_configuration
+
+        if len(paths) > 1:
+            raise UsageError(
+                f"{paths[0]} with {len(paths) - 1} more: a configuration is planned alone", "Name one file."
+            )
         for option, is_given in (("--frontier", frontier), ("--sweep", grid.sweep)):
             if is_given:
                 raise UsageError(
@@ -97,14 +102,14 @@ def solve_command(
         options = degree_options.read()
         target = choose_target(
             output,
-            f"{file_stem(configuration.name)}.plan.json",
+            f"{file_stem(source.name)}.plan.json",
             force=force,
-            about={"model": configuration.name},
+            about={"model": source.name},
             kind="plan",
         )
         target.check(*paths, machine.topology, options.kernels)
         with waiting("Searching"):
-            plan = solve_configuration(configuration, machine, options)
+            plan = solve_configuration(source, machine, options)
         plan = plan.model_copy(update={"made_by": made_by(plan.made_by, command=command_line())})
         target.write(plan, as_json=as_json, show=lambda: _show(plan, target.path, details=details))
         return
@@ -114,16 +119,14 @@ def solve_command(
     if plan_options.robust:
         aim = FIELDS[plan_options.robust_field]
     _check_together(bool(grid.sweep), frontier, output, aim)
-    path = _only(paths, bool(grid.sweep), frontier)
-    content = read_bytes(path, "profile")
-    profile = Profile.parse(decode_text(content, path, "profile"), str(path))
+    path, profile = _only(paths, bool(grid.sweep), frontier), source.profile
     if "gpus" not in grid.sweep and machine.gpus is None:
         machine = replace(machine, gpus=count_gpus(machine))
     keywords: dict[str, Any] = {**vars(machine), **vars(plan_options), **vars(objective)}
     about = {"model": profile.model, "profile.layers_sha256": profile.layers_sha256}
     if len(paths) == 1:
-        keywords |= {"profile_file": path.name, "profile_sha256": sha256(content)}
-        about["profile.file"] = path.name
+        keywords |= {"profile_file": source.file, "profile_sha256": source.sha256}
+        about["profile.file"] = source.file
     if grid.sweep:
         from .sweep_command import run_sweep
 

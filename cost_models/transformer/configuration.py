@@ -32,17 +32,21 @@ _SECTIONS = ("attn_config", "ffn_config")
 
 def load_transformer_shape(path: Path) -> TransformerShape:
     """Of a `config.json` as the transformers library writes it. Raises FileError."""
-    keys = read_configuration(path)
+    return parse_transformer_shape(read_text(path, "configuration"), path)
+
+
+def parse_transformer_shape(text: str, path: Path) -> TransformerShape:
+    """Read the sizes from the text of a `config.json`. Raises FileError."""
     try:
-        return transformer_shape(keys, path.stem)
+        return transformer_shape(parse_configuration(text, path), path.stem)
     except UsageError as error:
         raise FileError(f"{path}: {error.what}", error.hint) from error
 
 
-def read_configuration(path: Path) -> dict[str, Any]:
-    """The keys of a `config.json` with their values. Raises FileError."""
+def parse_configuration(text: str, path: Path) -> dict[str, Any]:
+    """Read the keys of a `config.json` with their values. Raises FileError."""
     try:
-        keys = json.loads(read_text(path, "configuration"))
+        keys = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}", "Give the model's config.json.") from error
     if not isinstance(keys, dict):

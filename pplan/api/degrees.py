@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.arguments import options_from
 from ..cost_models.document import MadeBy
-from ..cost_models.errors import FileError, InfeasibleError, UsageError
+from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines import (
     ROOFLINES,
     MachineKeywords,
@@ -22,17 +21,11 @@ from ..cost_models.machines import (
 )
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
-from ..cost_models.text_files import JSON, decode_text, file_kind, read_bytes, sha256
 from ..cost_models.topology import UNKNOWN_DEVICE, Topology
 from ..cost_models.topology_file import ProfiledDevice, make_topology
-from ..cost_models.transformer.configuration import (
-    load_transformer_shape,
-    read_configuration,
-    transformer_shape,
-)
+from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.kernel_table_file import load_kernel_table
-from ..cost_models.transformer.model_families import SIZE_KEYS
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
@@ -43,6 +36,7 @@ from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from ..planner.plan_file import Plan
+from .configuration import Configuration
 from .machine import count_gpus
 from .provenance import made_by
 
@@ -53,65 +47,6 @@ class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
     """The options of a transformer's configuration."""
 
     gpus: int | None
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Sizes of a transformer, with the name and the hash of the file that they were read from."""
-
-    shape: TransformerShape
-    file: str
-    sha256: str
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.shape.name
-
-
-def find_configuration(source: object) -> Configuration | None:
-    """Read a transformer's configuration: its keys, the path of its file, or `hf:` and a name.
-
-    Returns:
-        The configuration. None for what should be a profile.
-
-    Raises:
-        UsageError: The keys are not those of a transformer.
-        FileError: The file cannot be read, or is neither a configuration nor another file of pplan.
-    """
-    if isinstance(source, Mapping):
-        if not _SIZES & source.keys():
-            return None
-        return Configuration(transformer_shape(source), "", sha256(json.dumps(source, default=str)))
-    if isinstance(source, str) and source.startswith(_OF_TRANSFORMERS):
-        keys = _named_configuration(source)
-        return Configuration(transformer_shape(keys, source), source, sha256(json.dumps(keys, default=str)))
-    if not isinstance(source, str | Path):
-        return None
-    path = Path(source)
-    content = read_bytes(path, "profile")
-    if file_kind(decode_text(content, path, "profile")) != JSON:
-        return None
-    if not content.lstrip().startswith(b"{") or not _SIZES & read_configuration(path).keys():
-        raise FileError(
-            f"{path}: not a profile, and not the configuration of a transformer",
-            "Give what pplan profile wrote, or a config.json with model_type, hidden_size and so on.",
-        )
-    return Configuration(load_transformer_shape(path), path.name, sha256(content))
-
-
-_OF_TRANSFORMERS = "hf:"
-_SIZES = {"model_type", "text_config", *SIZE_KEYS["hidden"], *SIZE_KEYS["layers"]}
-"""Keys of which every configuration has one."""
-
-
-def _named_configuration(name: str) -> dict[str, Any]:
-    """Return the keys of a configuration that transformers builds by its name, such as `hf:llama`."""
-    from ..profiler.transformers_models import configure_model, transformers_session
-
-    with transformers_session() as transformers:
-        config = configure_model(transformers, name.removeprefix(_OF_TRANSFORMERS), {}).config
-    return dict(config.to_diff_dict() | {"model_type": config.model_type})
 
 
 def search_configuration(

@@ -23,8 +23,8 @@ from ..planner.problem import Problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from ..runtimes.transformer_blocks import blocks_or_none
+from .configuration import Configuration, ProfileFile, configuration_of, read_source
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
-from .degrees import find_configuration, read_options, solve_configuration
 from .machine import count_gpus, own_profiles
 from .options import FrontierKeywords, FrontierOptions, SolveKeywords
 from .provenance import made_by
@@ -64,9 +64,22 @@ def solve(
 
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
-    if (configuration := find_configuration(profile)) is not None:
+    source: object = profile
+    if isinstance(profile, str | Path):
+        source = read_source(profile)
+    elif isinstance(profile, Mapping):
+        source = configuration_of(profile)
+    if isinstance(source, Configuration):
+        from .degrees import read_options, solve_configuration  # most problems are of a profile
+
         refuse_options(options, "configuration", (MachineOptions, DegreeOptions))
-        return solve_configuration(configuration, *read_options(options))
+        return solve_configuration(source, *read_options(options))
+    if isinstance(source, ProfileFile):
+        profile, profile_file, profile_sha256 = (
+            source.profile,
+            profile_file or source.file,
+            profile_sha256 or source.sha256,
+        )
     refuse_options(options, "profile", MODELS)
     return solve_alone(cast(Profiles, profile), options, profile_file, profile_sha256)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,25 @@ def test_the_content_of_the_file_decides(
     path = {"config": config, "profile": profile, "other": other}[file]
     assert main(["solve", str(path), "--gpus", "2", "--gpu", "h100", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+COSTS = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes\na,1,2,4,4\nb,1,2,4,4\n"
+
+
+@pytest.mark.parametrize("kind", ["profile", "configuration"])
+def test_a_pipe_is_read_once(kind: str, config: Path, tmp_path: Path) -> None:
+    content, options = config.read_bytes(), ["--gpu", "h100", "--mini-batch", "16", *FEW]
+    if kind == "profile":
+        (tmp_path / "costs.csv").write_text(COSTS)
+        profile = pplan.import_profile(tmp_path / "costs.csv", micro_batch_size=1)
+        content, options = profile.to_json().encode(), ["--mini-batch", "16"]
+    read, write = os.pipe()
+    os.write(write, content)
+    os.close(write)
+    assert main(["solve", f"/dev/fd/{read}", "--gpus", "4", "-o", "piped.plan.json", *options]) == 0
+    os.close(read)
+    plan = pplan.load_plan(tmp_path / "piped.plan.json")
+    assert (plan.degrees is None) == (kind == "profile")
 
 
 @pytest.mark.parametrize("name", ["hf:llama", "hf:mixtral"])
