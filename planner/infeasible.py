@@ -31,6 +31,7 @@ from .smallest_plan import (
     fewest_devices,
     find_smallest_plan,
     fullest_bytes,
+    leaves_plans_out,
     nothing_fits,
 )
 
@@ -78,7 +79,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if smallest is not None and smallest.memory_bytes > limits[0]:
         details = _tightest_stage(problem, smallest, int(limits[0]))
         one = "with one stage a device, " if has_parts else ""
-        is_least = proven and not problem.space.is_long  # where not all cuts were tried
+        is_least = proven and not leaves_plans_out(problem)
         end = " on the smallest" if len(limits) > 1 else ""
         what = f"{what}: {one}{_tightest_words(smallest, details, is_least=is_least)}{end}"
     elif limits[0] < enough < inf:

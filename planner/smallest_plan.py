@@ -109,7 +109,7 @@ def _rules_out_all(problem: Problem, more_schedules: Sequence[str]) -> bool:
     room, space = list_rooms(problem)[-1].bytes, problem.space
     if room == inf or problem.allowed_schedules != problem.schedules:
         return False
-    if space.is_long or (space.zero and problem.usable_gpus > FEW):  # not all cuts or replicas are tried
+    if leaves_plans_out(problem):
         return room < least_on_stages(problem, problem.usable_gpus)
     if more_schedules and "1f1b" not in problem.schedules:
         return False
@@ -121,6 +121,11 @@ def _rules_out_all(problem: Problem, more_schedules: Sequence[str]) -> bool:
     counts = range(2, problem.usable_gpus + 1)
     stage_counts = [number for number in counts if least_on_stages(problem, number) <= room]
     return parts_are_ruled_out(problem, stage_counts, room * (1 + 1e-9))  # what fits to the byte stays
+
+
+def leaves_plans_out(problem: Problem) -> bool:
+    """Return whether not all cuts, or not all numbers of replicas, are tried."""
+    return problem.space.is_long or bool(problem.space.zero and problem.usable_gpus > FEW)
 
 
 def fitting_plans(problem: Problem) -> Iterator[Proposal]:
