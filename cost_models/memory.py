@@ -35,7 +35,7 @@ each as its own checkpoint; here they are one checkpoint, which keeps one input.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor
@@ -606,6 +606,13 @@ def count_first_layers(word: str) -> int | None:
     """
     match = _WORD.fullmatch(word)
     return None if match is None else int(match[1])
+
+
+def check_stage_word(word: str, words: Collection[str], unit: str = "layers") -> str:
+    """Return the word if it is one of these, or `first_N`. Raises ValueError."""
+    if word not in words and count_first_layers(word) is None:
+        raise ValueError(f"must be one of {', '.join(words)}, or first_N for the first N {unit} of the stage")
+    return word
 
 
 def whole_word(word: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from ..cost_models.document import DeviceCount, LayerBound, LayerCount, Record, ZeroStage
-from ..cost_models.memory import count_first_layers
+from ..cost_models.memory import check_stage_word, count_first_layers
 from ..cost_models.quantities import MOST_BYTES
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
@@ -26,12 +27,9 @@ _WORDS: dict[Recomputation, str] = {
 }
 
 
-def _known_recompute(word: str) -> str:
-    if word not in _WORDS.values() and not count_first_layers(word):
-        raise ValueError(
-            f"must be one of {', '.join(_WORDS.values())}, or first_N for N blocks of each stage"
-        )
-    return word
+BlockRecompute = Annotated[
+    str, AfterValidator(partial(check_stage_word, words=_WORDS.values(), unit="blocks"))
+]
 
 
 def block_recompute(kind: Recomputation, blocks: int | None) -> str:
@@ -56,7 +54,7 @@ class StageDegrees(Record):
     data: DeviceCount = 1
     zero: ZeroStage = 1
     exchange: ContextExchange = "all-to-all"
-    recompute: Annotated[str, AfterValidator(_known_recompute)] = "never"
+    recompute: BlockRecompute = "never"
 
     @property
     def sharers(self) -> int:
@@ -69,8 +67,8 @@ class StageDegrees(Record):
         return count_first_layers(self.recompute)
 
     def describe(self, pipeline: int = 1) -> str:
-        """The degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
-        shared = self.model_dump(exclude={"recompute", "pipeline", "predictor_offset"})
+        """Describe the degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
+        shared = {name: getattr(self, name) for name in StageDegrees.model_fields if name != "recompute"}
         return ParallelDegrees(**shared, pipeline=pipeline).describe()
 
 
@@ -84,7 +82,7 @@ class Degrees(StageDegrees):
     predictor_offset: LayerBound = 0
 
     def describe(self, pipeline: int | None = None) -> str:
-        """The degrees in words."""
+        """Describe the degrees in words."""
         return super().describe(pipeline or self.pipeline)
 
     def check(
@@ -129,7 +127,7 @@ class TransformerTraining(Record):
 
     @property
     def has_experts(self) -> bool:
-        """Whether some blocks have experts."""
+        """Presence of experts in some blocks."""
         return self.active_parameters < self.parameters
 
     @property

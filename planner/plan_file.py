@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from ..cost_models.document import (
     ZeroStage,
 )
 from ..cost_models.errors import UsageError
-from ..cost_models.memory import RECOMPUTES, count_first_layers
+from ..cost_models.memory import RECOMPUTES, check_stage_word, count_first_layers
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.quantities import (
     MOST_DEVICES,
@@ -76,15 +76,8 @@ def _one_of(name: str, names: Mapping[str, object]) -> str:
     return name
 
 
-def _known_recompute(word: str) -> str:
-    words = (*RECOMPUTES, OFFLOAD)
-    if word not in words and count_first_layers(word) is None:
-        raise ValueError(f"must be one of {', '.join(words)}, or first_N for its first N layers")
-    return word
-
-
 Recompute = Literal["never", "always", "except_last", "selective"]
-StageRecompute = Annotated[str, AfterValidator(_known_recompute)]
+StageRecompute = Annotated[str, AfterValidator(partial(check_stage_word, words=(*RECOMPUTES, OFFLOAD)))]
 ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
 RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
 
@@ -213,9 +206,9 @@ class PlannedStage(_PlanPart):
     degrees: StageDegrees | None = None
     """The stage's own, where the stages have different ones."""
     update_seconds: PredictedSeconds | None = None
-    """Of the exchange of gradients and the optimizer's step, where the plan's step includes them."""
+    """Seconds of the exchange of gradients and the optimizer's step, where the plan's step includes them."""
     transfer_seconds: PredictedSeconds | None = None
-    """Of a micro-batch to the next stage, or of its gradients back, where the seconds are estimated."""
+    """Seconds of a micro-batch to the next stage, or of its gradients back, where they are estimated."""
 
     @property
     def layers(self) -> int:
@@ -752,10 +745,16 @@ def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
 _PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
 
 
-def plan_recompute(plan: ScoredPlan) -> Recompute:
-    """The plan's word: `selective` where the stages differ, run their first layers again, or offload."""
-    modes = set(plan.recompute)
+def plan_word(words: Iterable[str]) -> Recompute:
+    """Return the word of a plan whose stages have these: `selective` where they differ, run their first
+    layers again, or offload."""
+    modes = set(words)
     return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
+
+
+def plan_recompute(plan: ScoredPlan) -> Recompute:
+    """Return the word of a scored plan."""
+    return plan_word(plan.recompute)
 
 
 def plan_shape(plan: ScoredPlan) -> PlanShape:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..cost_models.document import (
     StepSeconds,
 )
 from ..cost_models.errors import ExportError, FileError, MachineError
-from ..cost_models.memory import count_first_layers
+from ..cost_models.memory import check_stage_word, count_first_layers
 from ..cost_models.program import Program
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import OFFLOAD, find_runtime
@@ -256,15 +257,7 @@ class DeepspeedExport(ExportDocument):
         return self
 
 
-def _known_word(word: str) -> str:
-    if word not in ("never", "always", OFFLOAD) and count_first_layers(word) is None:
-        raise ValueError(
-            f"must be one of never, always, {OFFLOAD}, or first_N for the first N layers of the stage"
-        )
-    return word
-
-
-StageWord = Annotated[str, AfterValidator(_known_word)]
+StageWord = Annotated[str, AfterValidator(partial(check_stage_word, words=("never", "always", OFFLOAD)))]
 
 
 class TorchExport(ExportDocument):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, cast
@@ -26,13 +26,11 @@ from ..plan_file import (
     PlanShape,
     Prediction,
     ProfileReference,
-    Recompute,
+    plan_word,
 )
 from ..plan_options import PlanOptions
 from .degree_search import DegreeAnswer, DegreeBaseline, DegreePlan
 from .stage_degree_search import StagePlan
-
-_PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always"}
 
 
 def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: float) -> Plan:
@@ -120,11 +118,6 @@ def _coverage(answer: DegreeAnswer) -> str:
     return covers
 
 
-def _recompute(words: Sequence[str]) -> Recompute:
-    """Return the plan's word for what its stages run again."""
-    return _PLAN_WORDS.get(words[0], "selective") if len(set(words)) == 1 else "selective"
-
-
 def _shape(plan: DegreePlan) -> PlanShape:
     """Layers, batches and degrees of a plan whose stages all have the same degrees."""
     setting, last = plan.setting, len(plan.blocks) - 1
@@ -144,7 +137,7 @@ def _shape(plan: DegreePlan) -> PlanShape:
         micro_batch_size=plan.micro_batch_size * plan.degrees.data,
         schedule=setting.schedule,
         virtual_stages=plan.virtual_stages,
-        recompute=_recompute([degrees.recompute]),
+        recompute=plan_word([degrees.recompute]),
         degrees=degrees,
     )
 
@@ -160,7 +153,7 @@ def _shape_by_stage(plan: StagePlan, predictors: int) -> PlanShape:
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.samples,
         schedule="1f1b",
-        recompute=_recompute(words),
+        recompute=plan_word(words),
     )
 
 
