@@ -64,7 +64,7 @@ class _ModelParameters:
 
 @dataclass(frozen=True)
 class Typed(Generic[T]):
-    """What is typed for a model, which the command reads where it needs it: of two models one, say.
+    """Options typed for a model, which the command reads only where it needs them.
 
     A command takes it as in `plan_options: Typed[PlanOptions]`.
     """

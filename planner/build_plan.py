@@ -135,7 +135,7 @@ def unique(texts: Iterable[str]) -> list[str]:
 
 
 def _notes(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
-    """What is taken for granted of the devices, the runtime and copies to the host."""
+    """Assumptions about the devices, the runtime and copies to the host."""
     gpus, runtime, host = problem.gpus, problem.runtime, problem.space.host
     for kind in problem.topology.kinds:
         if kind.speed != 1:

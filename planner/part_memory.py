@@ -1,4 +1,4 @@
-"""Whether memory rules out every plan with several parts of the layers on each device.
+"""Proof that memory rules out every plan with several parts of the layers on each device.
 
 Device d of p holds v parts. Let `x(k, c)` be the bytes that part k adds to its device while that runs the
 fullest action of its chunk c. A plan fits into M bytes on n devices only if
@@ -52,7 +52,7 @@ MOST_NUMBERS = 14_000_000
 ACTION = 200
 """Numbers of a table whose time is that of counting one action."""
 FIGURES = 13
-"""Those of a part: micro-batches by `micro_batches_by_action`, two workspaces, two transfers, and states."""
+"""Figures of a part: micro-batches as of `micro_batches_by_action`, two workspaces, two transfers, states."""
 
 
 class Choice(NamedTuple):
@@ -276,14 +276,14 @@ class PartShape:
         return counts
 
     def _by_device(self, amounts: Floats) -> Floats:
-        """Sums over the parts of each device."""
+        """Sum the amounts of the parts of each device."""
         sums = np.zeros((self.program.devices, *amounts.shape[1:]))
         np.add.at(sums, self.device, amounts)
         return sums
 
 
 def _shortest_path(costs: Sequence[Floats]) -> tuple[float, list[int]]:
-    """Places of starts and ends, from the first to the last, whose parts cost least together."""
+    """Find the places of starts and ends, from the first to the last, whose parts cost least together."""
     rest, nexts = np.where(np.arange(costs[0].shape[-1]) == costs[0].shape[-1] - 1, 0.0, inf), list[Indices]()
     for cost in reversed(costs):
         sums = cost + rest

@@ -70,7 +70,7 @@ class Problem:
     sharers: int = 1  # GPUs that share every layer: each device of the topology is so many
 
     proofs: dict[tuple[str, ...], bool] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """Whether memory rules out every plan, also under these asynchronous schedules (`nothing_fits`)."""
+    """Answers of `nothing_fits`, by the asynchronous schedules that are allowed besides."""
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises

@@ -56,12 +56,12 @@ class ComparisonRow(Record):
 
     @property
     def step_seconds(self) -> float | None:
-        """Of the plan, where there is one."""
+        """Step time of the plan; None where there is none."""
         return None if self.plan is None else self.plan.step_seconds
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the device that needs most."""
+        """Bytes of the device that needs most."""
         return None if self.plan is None else max(self.plan.memory_bytes)
 
 
