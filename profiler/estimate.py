@@ -19,7 +19,7 @@ from .layers import Layer
 from .measurement_target import MeasurementTarget
 from .meta_device import Kernels
 from .operations import LayerOperations, Operation
-from .passes import LayerTimes, LossTimes
+from .passes import LayerTimes, PassTimes
 from .profile_file import Profile, Unmeasured
 from .size_run import SizeResult
 from .structure import EqualLayers, as_on_a_gpu, count_operations
@@ -278,7 +278,7 @@ def _times(
     seconds = np.array([[work.seconds(curves, launch) for work in row] for row in rows])
     hosts = host_launch * np.array([[len(row[0].compute), _BACKWARD * len(row[1].compute)] for row in rows])
     count = len(subject.chain)
-    loss = None if subject.loss is None else LossTimes(*map(float, (*seconds[count], *hosts[count])))
+    loss = None if subject.loss is None else PassTimes(*map(float, (*seconds[count], *hosts[count])))
     (forward, backward), (forward_host, backward_host) = seconds[:count].T, hosts[:count].T
     return LayerTimes(forward, backward, forward_host, backward_host, loss)
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 
 from .memory import LossWorkspace, StepMemory
-from .passes import LayerTimes, LossTimes, WholeTimes
+from .passes import LayerTimes, PassTimes
 from .timed_passes import PartTimes, TimedPasses
 
 _SYNC_SECONDS = 1.0
@@ -25,12 +25,12 @@ _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, Over
 """What a line that is none of ours raises when it is read."""
 
 PassKind = Literal["layers", "whole", "parts", "first"]
-Times = LayerTimes | WholeTimes | PartTimes
+Times = LayerTimes | PassTimes | PartTimes
 _TIMES: dict[str, type[Any]] = {
     "layers": LayerTimes,
-    "whole": WholeTimes,
+    "whole": PassTimes,
     "parts": PartTimes,
-    "first": WholeTimes,
+    "first": PassTimes,
 }
 
 
@@ -252,7 +252,7 @@ def _times(kind: type[Any], seconds: Mapping[str, Any], layers: int) -> Any:
         if entry is None and name not in required:
             return None
         if name == "loss":
-            return _times(LossTimes, entry, layers)
-        return _number(entry) if kind in (WholeTimes, LossTimes) else entries(entry)
+            return _times(PassTimes, entry, layers)
+        return _number(entry) if kind is PassTimes else entries(entry)
 
     return kind(**{name: value(name, entry) for name, entry in seconds.items()})

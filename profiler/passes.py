@@ -297,7 +297,7 @@ def run_whole(
     *,
     leads: Leads = Leads(),  # noqa: B008
     context: Context = nullcontext,
-) -> WholeTimes:
+) -> PassTimes:
     """Forward and backward of the untouched model, between stamps at its ends only."""
     clock.hold_back(leads.forward)
     start = clock.stamp()
@@ -321,7 +321,7 @@ def run_whole(
     end = clock.stamp()
     clock.settle()
     host.append(clock.host_seconds(again, end))
-    return WholeTimes(forward, clock.seconds(again, end), *(host if clock.has_host else ()))
+    return PassTimes(forward, clock.seconds(again, end), *(host if clock.has_host else ()))
 
 
 def backward(tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
@@ -357,8 +357,9 @@ def warm_until_stable(one_pass: Callable[[], float], clock: Clock, seconds: floa
 
 
 @dataclass(frozen=True)
-class WholeTimes:
-    """Seconds of one pass through the untouched model; the host's where the clock has its own."""
+class PassTimes:
+    """Seconds of one pass through the untouched model, or through the loss; the host's where the clock has
+    its own."""
 
     forward: float
     backward: float
@@ -400,16 +401,6 @@ AGAIN = 4
 
 
 @dataclass(frozen=True)
-class LossTimes:
-    """Seconds of the loss in one pass; the host's where the clock has its own."""
-
-    forward: float
-    backward: float
-    forward_host: float | None = None
-    backward_host: float | None = None
-
-
-@dataclass(frozen=True)
 class LayerTimes:
     """Seconds of one pass, an entry for each layer; the host's where the clock has its own."""
 
@@ -417,7 +408,7 @@ class LayerTimes:
     backward: Vector
     forward_host: Vector | None = None
     backward_host: Vector | None = None
-    loss: LossTimes | None = None
+    loss: PassTimes | None = None
 
     def with_parts(self, other: LayerTimes, forward: Mask, backward: Mask) -> LayerTimes:
         """With the seconds of another pass where the masks say so, an entry for each layer and the loss."""
@@ -430,7 +421,7 @@ class LayerTimes:
         loss = self.loss
         if loss is not None and other.loss is not None:
             sources = (other.loss if mask[-1] else loss for mask in masks)
-            loss = LossTimes(*(getattr(one, kind) for one, kind in zip(sources, _KINDS, strict=True)))
+            loss = PassTimes(*(getattr(one, kind) for one, kind in zip(sources, _KINDS, strict=True)))
         columns = [either(mask, kind) for mask, kind in zip(masks, _KINDS, strict=True)]
         return LayerTimes(columns[0], columns[1], columns[2], columns[3], loss)
 
@@ -518,7 +509,7 @@ class LayerStamps:
 
     def _layers_and_loss(self, *columns: Vector) -> LayerTimes:
         end = self._layers
-        loss = LossTimes(*(float(column[end]) for column in columns)) if len(self._starts) > end else None
+        loss = PassTimes(*(float(column[end]) for column in columns)) if len(self._starts) > end else None
         forward, backward, *host = (column[:end] for column in columns)
         forward_host, backward_host = host or (None, None)
         return LayerTimes(forward, backward, forward_host, backward_host, loss)

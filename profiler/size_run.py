@@ -25,9 +25,9 @@ from .passes import (
     LayerStamps,
     LayerTimes,
     OutputGradients,
+    PassTimes,
     SavedBytes,
     Watcher,
-    WholeTimes,
     run_layers,
     run_whole,
     stamped_layers,
@@ -91,14 +91,14 @@ class SizePasses:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
         self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
 
-    def time_whole(self) -> WholeTimes:
+    def time_whole(self) -> PassTimes:
         """The seconds of the untouched model."""
         for _ in _tries(lambda: self.leads.has_whole_waited and self.leads.leads != self._used_leads):
             times = self._time_whole()
         self.leads.keep_whole()
         return times
 
-    def _time_whole(self) -> WholeTimes:
+    def _time_whole(self) -> PassTimes:
         inputs, clock = self._fresh_input(), self._subject.clock
         clock.settle()
         leads = self._used_leads = self.leads.leads

@@ -21,9 +21,8 @@ from .passes import (
     CompositeWatcher,
     Context,
     LayerTimes,
-    LossTimes,
     OutputGradients,
-    WholeTimes,
+    PassTimes,
     backward_failures,
     forward_layers,
     timeline,
@@ -277,10 +276,10 @@ class TimedPasses:
     """All timed passes at one micro-batch size."""
 
     layers: list[LayerTimes] = field(default_factory=list)
-    whole: list[WholeTimes] = field(default_factory=list)
+    whole: list[PassTimes] = field(default_factory=list)
     parts: list[PartTimes] = field(default_factory=list)
     """Backward in two parts; empty where it was not measured."""
-    first: list[WholeTimes] = field(default_factory=list)
+    first: list[PassTimes] = field(default_factory=list)
     """Passes of the whole where there are no gradients to add to; empty where it was not measured."""
     smaller: TimedPasses | None = field(default=None, repr=False)
     """The passes at the next smaller size (see `host_medians`)."""
@@ -327,7 +326,7 @@ class TimedPasses:
         device, host = _median(np.array(rows))
         return bool(device > host)
 
-    def loss_medians(self) -> LossTimes | None:
+    def loss_medians(self) -> PassTimes | None:
         """Of the loss; None without one."""
         losses = [times.loss for times in self.layers if times.loss is not None]
         if not losses:
@@ -336,9 +335,9 @@ class TimedPasses:
         columns = [
             None if column[0] is None else float(np.median(column)) for column in zip(*rows, strict=True)
         ]
-        return self._launched_as_before(LossTimes(*columns))  # type: ignore[arg-type]
+        return self._launched_as_before(PassTimes(*columns))  # type: ignore[arg-type]
 
-    def _launched_as_before(self, loss: LossTimes) -> LossTimes:
+    def _launched_as_before(self, loss: PassTimes) -> PassTimes:
         """As `host_medians`."""
         before = self.smaller.loss_medians() if self.smaller is not None else None
         changed = {}

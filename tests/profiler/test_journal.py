@@ -11,7 +11,7 @@ import pytest
 
 from pplan.profiler.journal import CountedBytes, Journal, JournalSize, read
 from pplan.profiler.memory import LossWorkspace, StepMemory
-from pplan.profiler.passes import LayerTimes, LossTimes, WholeTimes
+from pplan.profiler.passes import LayerTimes, PassTimes
 from pplan.profiler.timed_passes import PartTimes
 
 COUNTED = CountedBytes(
@@ -29,10 +29,10 @@ LAYERS = LayerTimes(
     np.array([0.2, 0.4]),
     np.array([0.01, 0.03]),
     np.array([0.02, 0.04]),
-    LossTimes(0.5, 0.6, 0.05, 0.06),
+    PassTimes(0.5, 0.6, 0.05, 0.06),
 )
 PLAIN = LayerTimes(np.array([0.1, 1e-9]), np.array([0.2, 0.4]))
-WHOLE = WholeTimes(0.7, 0.8)
+WHOLE = PassTimes(0.7, 0.8)
 PARTS = PartTimes(np.array([0.0, 0.2]), np.array([0.1, 0.1]))
 COUNTS = [(0, 0, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 1)]
 """Passes of layers, whole, parts, and rounds, after so many lines behind the first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pplan.profiler.passes import LayerTimes, LossTimes, WholeTimes
+from pplan.profiler.passes import LayerTimes, PassTimes
 from pplan.profiler.timed_passes import PartTimes, TimedPasses, link_sizes, spread
 
 
@@ -13,7 +13,7 @@ def rounds() -> TimedPasses:
     made = TimedPasses()
     for forward, backward, whole in [(1.0, 10.0, 12.0), (5.0, 20.0, 20.0), (2.0, 60.0, 40.0)]:
         made.layers.append(LayerTimes(np.array([forward, 1]), np.array([backward, 2])))
-        made.whole.append(WholeTimes(whole, 2 * whole))
+        made.whole.append(PassTimes(whole, 2 * whole))
     return made
 
 
@@ -67,7 +67,7 @@ def test_spread_of_nothing_is_none() -> None:
 def launched(device: float, host: list[float], loss: float = 0.0) -> TimedPasses:
     """Two layers; the device takes `device` for each, either way."""
     both, seconds = np.array(host), np.full(2, device)
-    return TimedPasses([LayerTimes(seconds, seconds, both, both, LossTimes(device, device, loss, loss))] * 3)
+    return TimedPasses([LayerTimes(seconds, seconds, both, both, PassTimes(device, device, loss, loss))] * 3)
 
 
 def test_a_host_that_may_have_waited_is_told_from_the_next_smaller_size() -> None:

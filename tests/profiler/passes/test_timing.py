@@ -18,9 +18,8 @@ from pplan.profiler.losses import Loss
 from pplan.profiler.passes import (
     LayerStamps,
     LayerTimes,
-    LossTimes,
     OutputGradients,
-    WholeTimes,
+    PassTimes,
     run_layers,
     run_whole,
     time_gradient_adding,
@@ -173,8 +172,8 @@ def test_the_loss_is_one_layer_more(device_clock: Any, takes: Any) -> None:
     layers = build_chain(nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4)), torch.ones(1, 4)).layers
     times = times_of(layers, torch.ones(1, 4), clock, loss=loss)
     assert (times.forward.tolist(), times.backward.tolist()) == ([1, 3], [2, 4])
-    assert times.loss == LossTimes(7, 8, 1.75, 2)
-    made = TimedPasses([times, times], [WholeTimes(4, 6)] * 2)
+    assert times.loss == PassTimes(7, 8, 1.75, 2)
+    made = TimedPasses([times, times], [PassTimes(4, 6)] * 2)
     assert made.loss_medians() == times.loss
     assert TimedPasses([times_of(layers, torch.ones(1, 4), clock)]).loss_medians() is None
 
@@ -283,7 +282,7 @@ def test_a_branching_layer_is_one(clock: Any, takes: Any) -> None:
 def test_the_whole_model_has_no_hooks_and_the_same_sum(clock: Any, takes: Any) -> None:
     model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 5))
     times = run_whole(model, ModelInput.of(torch.ones(2, 4)), OutputGradients(0), clock)
-    assert times == WholeTimes(forward=8, backward=14)
+    assert times == PassTimes(forward=8, backward=14)
 
 
 def test_gradients_are_those_of_the_untouched_model_and_accumulate() -> None:
