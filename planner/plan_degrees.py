@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -13,7 +13,9 @@ from ..cost_models.memory import check_stage_word, count_first_layers
 from ..cost_models.quantities import MOST_BYTES
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
-from ..cost_models.transformer.training_setting import Recomputation
+
+if TYPE_CHECKING:
+    from ..cost_models.transformer.training_setting import Recomputation
 
 Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 """Number of tokens or parameters."""

@@ -23,7 +23,6 @@ from ..cost_models.memory import recompute_kinds
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_warning
 from ..planner.plan_file import BUFFER_WARNING, Plan, PlanRow
-from .degree_exports import export_degrees
 from .documents import (
     DeepspeedExport,
     ExportDocument,
@@ -396,6 +395,8 @@ def export_on(
     """The document and the remark, for devices that the plan need not be for. Raises ExportError,
     UsageError."""
     if plan.training is not None:
+        from .degree_exports import export_degrees  # most plans are of a profile
+
         return export_degrees(runtime, plan, plan.training, made_by or MadeBy())
     choice, remark = choose(plan, runtime)
     request = ExportRequest(plan, runtime, choice, remark, device, made_by or MadeBy())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import UsageError
-from .transformer_shape import TransformerShape
+
+if TYPE_CHECKING:
+    from .transformer_shape import TransformerShape
 
 ContextExchange = Literal["all-to-all", "ring", "all-gather"]
 

@@ -18,7 +18,6 @@ from ..cost_models.quantities import (
     whole_percent,
 )
 from ..cost_models.runtime import OFFLOAD, find_runtime
-from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from ..planner.candidate import ANY_SCHEDULE, INTERLEAVED
 from ..planner.plan_degrees import StageDegrees, TransformerTraining
 from ..planner.plan_file import (
@@ -51,6 +50,8 @@ def short_summary(plan: Plan) -> list[str]:
 
 def _training_lines(plan: Plan, training: TransformerTraining) -> list[str]:
     """Lines on the step and the training of a plan from a configuration."""
+    from ..cost_models.transformer.weight_update import NUMERIC_FORMATS  # most plans are of a profile
+
     prediction, stages = plan.prediction, plan.stages
     update = max(stage.update_seconds or 0.0 for stage in stages)
     replicas = plan.degrees.data if plan.degrees else 1
