@@ -111,11 +111,6 @@ def next_position(_: object, position: int) -> list[int]:
     return [position]
 
 
-def lowest(_: object, low: float, __: float) -> float:
-    """Replaces the refinement of the universal bound."""
-    return low
-
-
 ROUND_TRIPS = dict.fromkeys(("1f1b", "gpipe"), RoundTripBound)
 
 REMOVALS = [
@@ -137,7 +132,7 @@ REMOVALS = [
     Removal("any devices", "any devices for a stage", problem, "may_search_any", never),
     Removal("orders", "orders of the devices", problem, "list_placements", first_order),
     Removal("free devices", "stages that begin with a node", Placement, "starts_after", next_position),
-    Removal("partition bound", "imported plans", universal_bound, "_bisect", lowest),
+    Removal("pipeline bound", "imported plans", universal_bound, "_pipeline_bound", zero),
     Removal("all cuts", "proofs of other schedules", ShapeSearch, "exhaust", none),
     Removal("cut descent", "cuts of other schedules", ShapeSearch, "descend", none),
     Removal("near shapes", "shapes of good plans first", other_schedules, "MOST_NEAR", 0),

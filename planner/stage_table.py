@@ -383,3 +383,14 @@ def part_seconds(costs: LayerCosts, part: str) -> Floats:
         share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
         own = costs.backward_seconds * (share if part == "weight" else 1 - share)
     return own
+
+
+def least_backward(costs: LayerCosts, first_share: float, *, splits: bool) -> Floats:
+    """(layers,): backward seconds as of `LayerCosts.mean_backward`; with `splits` whole or in two parts, the
+    cheaper."""
+    whole = costs.mean_backward(first_share)
+    if not splits:
+        return whole
+    weight = part_seconds(costs, "weight")
+    saved = first_share * np.minimum(costs.accumulation, weight)
+    return np.minimum(whole, part_seconds(costs, "input") + weight - saved)

@@ -21,6 +21,9 @@ REACHED = "furthest ends, bound, exact"
 EXPLAINED = "what-if, second best, other stages"
 
 BOUNDS: dict[str, str] = {
+    "universal_bound.py:_simple_bound": STEP,
+    "universal_bound.py:_pipeline_bound": STEP,
+    "universal_bound.py:_is_straight": "which schedules `search.bound` serves",
     "universal_bound.py:PlanSet._launches": STEP,
     "universal_bound.py:PlanSet._longest_layer": STEP,
     "universal_bound.py:PlanSet.simple": STEP,
@@ -126,7 +129,6 @@ NOT_BOUNDS: dict[str, str] = {
     "cut_search/shape_search.py:ShapeSearch.begin": "a part of search_schedules",
     "cut_search/shape_search.py:ShapeSearch.exhaust": "a part of search_schedules",
     "synthesis/exchanges.py:_Exchanges.anneal": "makes orders, which are simulated",
-    "universal_bound.py:PlanSet.key": "which plans are bounded alike",
     "search/bound.py:FamilyBound.move_prices": "prices, with any of which the bound holds",
     "search/bound.py:best_prices": "prices, with any of which the bound holds",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",

@@ -6,14 +6,19 @@ devices, p stages. For any stage s of a pipeline with n stages after it (`bounds
 
     1F1B    T >= sum of (x + 2 c) before s + (M - n) x_s + sum of 2 (x + 2 c) after s      n < M - 1
     GPipe   T >= sum of (x + 2 c) before s +       M x_s + sum of   (x + 2 c) after s
+    any     T >= sum of (x + 2 c) before s +       M x_s                             one stage a device
+    split   T >= sum of   (f + c) before s +       M x_s + e_s                       one stage a device
 
-less a of every stage once, plus e of the first stage. Let s be a longest stage. Where M - 1 stages or more
-follow it, the stage with n = M - 2 takes its place, which counts 2 x as those after it do.
+less a of every stage once, plus e of the first stage where the last backward returns to it. `split`: the
+weights' gradients are actions of their own, and x is the less of a whole backward and one in two parts; in
+any order s takes M x_s from its first action to its last. Let s be a longest stage. Where M - 1 stages or
+more follow it under 1F1B, the stage with n = M - 2 takes its place, which counts 2 x as those after it do.
 
 Under 1F1B a stage with n stages after it holds min(M, n + 1) micro-batches, so whether it fits, and whether
-it must recompute, depends on its layers, its replicas and n. With a price of a device, a dynamic programme
-from the last stage back finds the least priced sums of the stages from cut point i on, of pipelines whose
-longest stage takes from `low` to `high` seconds, over the stage's end j and its replicas:
+it must recompute, depends on its layers, its replicas and n; others hold that many or more. With a price of a
+device, a dynamic programme from the last stage back finds the least priced sums of the stages from cut point
+i on, of pipelines whose longest stage takes from `low` to `high` seconds, over the stage's end j and its
+replicas:
 
     after[n + 1, i] = min of 2 (x + 2 c) - a + price r + after[n, j]
     whole[n + 1, i] = min of   x + 2 c   - a + price r + whole[n, j]                  a stage before s
@@ -41,6 +46,7 @@ import numpy as np
 
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
+from ..candidate import SEARCHED
 from ..linear_programme import new_solver
 from ..stage_table import Floats, Indices
 from .budget import OutOfTime, SearchBudget
@@ -52,6 +58,7 @@ from .family import (
     may_have,
     quick_bound,
     shared_work,
+    splits_backward,
 )
 from .fill_bound import fill_bound
 from .first_link import FirstLink
@@ -128,18 +135,22 @@ class PricedSums(NamedTuple):
 
 
 class FamilyBound:
-    """The bound of one configuration, for plans that take less than `limit` seconds."""
+    """The bound of one configuration, for plans that take less than `limit` seconds.
+
+    `after`: how often it counts a stage after s.
+    """
 
     def __init__(self, space: Space, family: Family, figures: StageFigures, limit: float) -> None:
         config = family.config
         self.family, self.figures, self.limit = family, figures, limit
         self.micro_batches = count = config.micro_batches
-        self.is_gpipe = config.schedule == "gpipe" or count == 1
+        self.is_1f1b = config.schedule == "1f1b" and count > 1
+        self.after = 2 if self.is_1f1b else 1 if config.schedule in SEARCHED else 0
         self.places = len(figures.cut_points)
         self.width = int((figures.end - figures.start).max(initial=0)) + 1
         self.devices = figures.devices
         self.most_stages = min(int(figures.devices.sum()), space.chain.max_stages)
-        modes = stage_modes(config)
+        self.splits, modes = splits_backward(config), stage_modes(config)
         backward, once = figures.backward, figures.accumulation
         if count == 1:  # the only backward is a first one
             backward, once = backward - once, np.zeros_like(once)
@@ -155,7 +166,8 @@ class FamilyBound:
         self.start, self.choice = figures.start[keep], figures.choice[keep]
         self.pair = self.start * self.width + figures.end[keep] - self.start
         self.forward, self.seconds, self.once = figures.forward[keep], seconds[keep], once[keep]
-        self.first_exposed = np.where(self.start == 0, exposed[keep], 0.0)
+        self.exposed = exposed[keep]
+        self.first_exposed = np.where(self.start == 0, self.exposed, 0.0)
         self.cut, self.ends, self.host_seconds = 2 * figures.cut[keep], arrived[keep], host_seconds[keep]
         self.rooms = [figures.room[mode][keep] for mode in modes]
         self._fitting: dict[tuple[int, float], _Fitting] = {}
@@ -197,17 +209,17 @@ class FamilyBound:
         """Micro-batches in flight on the `remaining`-th stage from the end, rounded down to a few numbers."""
         schedule, step = find_schedule(self.family.config.schedule), 1
         count = int(schedule.in_flight(0, remaining, self.micro_batches))
-        while not self.is_gpipe and count > EVERY_IN_FLIGHT * step:
+        while self.is_1f1b and count > EVERY_IN_FLIGHT * step:
             step += max(1, step // 4)
         return count - count % step
 
     def may_be_pivot(self, remaining: int) -> bool:
         """Return whether the `remaining`-th stage from the end may be s."""
-        return self.is_gpipe or remaining < self.micro_batches
+        return not self.is_1f1b or remaining < self.micro_batches
 
     def stands_for_earlier(self, remaining: int) -> bool:
         """Return whether that stage is s also for longer stages before it, and so may have any length."""
-        return not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages
+        return self.is_1f1b and remaining == self.micro_batches - 1 < self.most_stages
 
     def fitting(self, in_flight: int, high: float) -> _Fitting:
         """The stages with x <= `high` that fit with so many micro-batches in flight."""
@@ -300,7 +312,7 @@ class FamilyBound:
 
     def _rounded(self, remaining: int, high: float) -> float:
         """Seconds, at most 0, to add to s: its table is made for fewer micro-batches in flight."""
-        return 0.0 if self.is_gpipe else (self.in_flight(remaining) - remaining) * high
+        return (self.in_flight(remaining) - remaining) * high if self.is_1f1b else 0.0
 
     def _tables(
         self, count: int, low: float, high: float, prices: Floats
@@ -314,20 +326,23 @@ class FamilyBound:
 
     def _values(self, fitting: _Fitting, count: int, prices: Floats) -> tuple[Floats, Floats, Floats]:
         """(stages,) each: what a stage counts after s, before it, and as s."""
-        index, weight = fitting.rows, 1 if self.is_gpipe else 2
+        index, weight = fitting.rows, self.after
         cut, first = self.cut[index], self.first_exposed[index]
         paid = (prices[self.figures.kind] * self.figures.replicas)[self.choice[index]] - self.once[index]
-        times = self.micro_batches - (0 if self.is_gpipe else count - 1)
+        times = self.micro_batches - (count - 1 if self.is_1f1b else 0)
+        trip, end = fitting.seconds + cut + first, first
+        if self.splits:
+            trip, end = self.forward[index] + cut / 2, self.exposed[index]
         return (
             weight * (fitting.seconds + cut) + paid,
-            fitting.seconds + cut + paid + first,
-            times * fitting.seconds + weight * cut + paid + first,
+            trip + paid,
+            times * fitting.seconds + weight * cut + paid + end,
         )
 
     def joined(self, sums: PricedSums, stages: int) -> float:
         """Seconds that no pipeline of so many stages, two or more, is below: priced sums, of which the first
         link and all-reduce are bounded together (`FirstLink`)."""
-        if self._first_link.node >= self.devices.sum():
+        if self._first_link.node >= self.devices.sum() or not self.after:
             return 0.0
         count, paid = self.in_flight(stages), float(sums.prices @ self.devices)
         fitting, following = self.fitting(count, sums.high), self._by_choice(sums, stages - 1)
@@ -338,7 +353,7 @@ class FamilyBound:
         if self.may_be_pivot(stages):
             if not self.stands_for_earlier(stages):
                 pivot = np.where(fitting.seconds[first] >= sums.low, pivot, inf)
-            roles.append((pivot + self._rounded(stages, sums.high), following[0], 2 if self.is_gpipe else 4))
+            roles.append((pivot + self._rounded(stages, sums.high), following[0], 2 * self.after))
         least = self.limit / SAFE + paid
         for values, rest, transfers in roles:
             lowest = values + rest.min(axis=0)[self.pair[rows]]
@@ -695,7 +710,7 @@ class CompletionBound:
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and the state then."""
         bound, following = self.stages, stage.remaining - 1
-        weight = 1 if bound.is_gpipe else 2
+        weight = bound.after
         fits = np.isfinite(stage.backward)
         x = np.where(fits, stage.forward + stage.backward, 0.0)
         paid = self._price(stage) * stage.group.replicas - stage.accumulation
@@ -704,7 +719,7 @@ class CompletionBound:
         if stage.remaining == self.count:
             paid = paid + stage.exposed_allreduce
         cut = 2 * stage.cut
-        times = bound.micro_batches - (0 if bound.is_gpipe else following)
+        times = bound.micro_batches - (following if bound.is_1f1b else 0)
         is_pivot = bound.may_be_pivot(stage.remaining)
         pivot = state["pivot"] + weight * (x + cut) + paid
         if is_pivot:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...cost_models.schedules import find_schedule
 from ..candidate import PipelineConfig
 from .placements import Placement
 from .space import Space, divide_batch
@@ -37,6 +38,11 @@ class Family:
     on_all: bool = False
     any_count: bool = False
     """Plans with other numbers of replicas are allowed, too; they are bounded, not searched."""
+
+
+def splits_backward(config: PipelineConfig) -> bool:
+    """Return whether the weights' gradients are actions of their own."""
+    return find_schedule(config.schedule).splits_backward
 
 
 def may_have(stages: int, counts: Collection[int], *, deeper: bool) -> bool:
@@ -69,7 +75,10 @@ def shared_work(space: Space, family: Family) -> float:
     config, devices = family.config, _fast_devices(space, family)
     counts, recompute = bounded_counts(family), config.recompute == "always"
     share = 1 / config.micro_batches
-    work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute, first_share=share)
+    splits = splits_backward(config)
+    work = space.cheapest_work(
+        config.micro_batch_size, counts, recompute=recompute, first_share=share, splits=splits
+    )
     return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
 
 

@@ -29,7 +29,7 @@ from ...cost_models.step_costs import Hosts
 from ...cost_models.topology import Device, Topology
 from ..cut_limits import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes, stage_figure
-from ..stage_table import Floats, StageTable, fullest_kind, ledger_options
+from ..stage_table import Floats, StageTable, fullest_kind, least_backward, ledger_options
 from .budget import SearchBudget
 from .replica_group import Buckets, HostMemory, ReplicaGroupCosts, make_buckets
 
@@ -209,12 +209,17 @@ class Space:
         """Whether a replica's share can be costed."""
         return self.chain.reaches(divide_batch(size, replicas), past_largest=self.past_largest)
 
-    def least_work(self, size: int, *, recompute: bool = False, first_share: float) -> Floats:
+    def least_work(
+        self, size: int, *, recompute: bool = False, first_share: float, splits: bool = False
+    ) -> Floats:
         """(layers,): seconds of so many samples, forward (twice with `recompute`) and backward, on the device
-        that is fastest for each layer; `first_share` as of `LayerCosts.mean_backward`."""
-        return self.least(
-            size, lambda own: (1 + recompute) * own.forward_seconds + own.mean_backward(first_share)
-        )
+        that is fastest for each layer; `first_share` and `splits` as of `least_backward`."""
+
+        def seconds(own: LayerCosts) -> Floats:
+            again = (1 + recompute) * own.forward_seconds
+            return again + least_backward(own, first_share, splits=splits)
+
+        return self.least(size, seconds)
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
@@ -230,13 +235,22 @@ class Space:
         return seconds(self.kind_table(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(
-        self, size: int, counts: Iterable[int], *, recompute: bool = False, first_share: float
+        self,
+        size: int,
+        counts: Iterable[int],
+        *,
+        recompute: bool = False,
+        first_share: float,
+        splits: bool = False,
     ) -> Floats | None:
         """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
         one with which each layer takes least; None where none can be costed."""
         fitting = [n for n in counts if n <= size and self.fits_someone(size, n)]
         works = [
-            n * self.least_work(divide_batch(size, n), recompute=recompute, first_share=first_share)
+            n
+            * self.least_work(
+                divide_batch(size, n), recompute=recompute, first_share=first_share, splits=splits
+            )
             for n in fitting
         ]
         return np.minimum.reduce(works) if works else None

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from ...cost_models.layer import MEASURED, LayerCosts, list_cut_points
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.topology import Device, Topology
-from ..stage_table import Floats, Indices, StageTable, ledger_options
-from .family import Family, bounded_counts
+from ..stage_table import Floats, Indices, StageTable, least_backward, ledger_options
+from .family import Family, bounded_counts, splits_backward
 from .least_collectives import all_reduce_pace, fastest_transfer
 from .least_exchange import exposed_exchange
 from .replica_group import ReplicaGroupCosts
@@ -107,7 +107,16 @@ def list_choices(space: Space, family: Family) -> tuple[tuple[Device, ...], Floa
     kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
     counts, config = list(replica_counts(space, family)), family.config
     choices = [
-        Choice(space, kind, place, kinds, each, config.micro_batch_size, stage_modes(config))
+        Choice(
+            space,
+            kind,
+            place,
+            kinds,
+            each,
+            config.micro_batch_size,
+            stage_modes(config),
+            splits_backward(config),
+        )
         for place, kind in enumerate(kinds)
         for each in counts
         if each.fewest <= _as_fast(kind, kinds, numbers)
@@ -127,6 +136,8 @@ class Choice:
     counts: ReplicaRange
     size: int
     modes: tuple[Recompute, ...]
+    splits: bool = False
+    """A backward may be two actions: it takes the less of the whole and its parts."""
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
@@ -136,9 +147,15 @@ class Choice:
     @cached_property
     def seconds(self) -> StageTable:
         """Its seconds, before the kind's scale."""
-        return _least_table(
-            self.counts.per_replica_batches, lambda batch: self.space.kind_table(self.kind, batch)
-        )
+
+        def table(batch: int) -> StageTable:
+            whole = self.space.kind_table(self.kind, batch)
+            if not self.splits:
+                return whole
+            least = least_backward(whole.costs, 0.0, splits=True)
+            return StageTable(replace(whole.costs, backward_seconds=least), whole.cut_points)
+
+        return _least_table(self.counts.per_replica_batches, table)
 
     @cached_property
     def table(self) -> StageTable:

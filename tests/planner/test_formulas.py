@@ -39,7 +39,7 @@ from pplan.planner.search.space import Space
 from pplan.planner.search.stage_figures import spread_cuts
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
-from pplan.planner.universal_bound import _least_backward
+from pplan.planner.universal_bound import _input_backward
 from pplan.planner.weight_moves import list_moves
 
 MakeChain = Callable[..., Chain]
@@ -112,7 +112,7 @@ def test_memory_is_of_one_replica_where_none_is_said(even: Chain) -> None:
 
 def test_a_backward_that_recomputes_takes_a_forward_more(even: Chain) -> None:
     costs = replace(even, forward_seconds=3.0 * even.forward_seconds).at(1)
-    alone, again = (_least_backward(costs, recompute=own) for own in (False, True))
+    alone, again = (_input_backward(costs, recompute=own) for own in (False, True))
     assert again - alone == pytest.approx(costs.forward_seconds)
 
 

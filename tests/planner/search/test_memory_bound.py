@@ -290,7 +290,7 @@ def least_priced(
     bound: FamilyBound, low: float, high: float, prices: np.ndarray[Any, np.dtype[np.float64]], count: int
 ) -> float:
     """The least priced sum of all pipelines of `count` stages, with every s that may be the longest."""
-    figures, m, gpipe, rows = bound.figures, bound.micro_batches, bound.is_gpipe, dict[Any, list[Any]]()
+    figures, m, gpipe, rows = bound.figures, bound.micro_batches, not bound.is_1f1b, dict[Any, list[Any]]()
     modes = list(figures.room)
     for row in range(len(figures.start)):
         rows.setdefault((int(figures.start[row]), int(figures.end[row])), []).append(row)
