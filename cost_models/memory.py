@@ -152,7 +152,7 @@ def offload_saved(stage: StageBytes) -> StageBytes:
 Recompute = str
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
 """Of a stage, besides `first_N` (see `first_layers`) and `OFFLOAD`; a plan whose stages differ is called
-selective."""
+by_stage."""
 Moment = Literal["any", "passes", "step"]
 """When a device holds most: while micro-batches pass, or while the optimizer steps."""
 

@@ -76,7 +76,8 @@ def _one_of(name: str, names: Mapping[str, object]) -> str:
     return name
 
 
-Recompute = Literal["never", "always", "except_last", "selective"]
+Recompute = Literal["never", "always", "except_last", "selective", "by_stage"]
+"""`selective`: attention alone, of a transformer's configuration; `by_stage`: the stages say what they do."""
 StageRecompute = Annotated[str, AfterValidator(partial(check_stage_word, words=(*RECOMPUTES, OFFLOAD)))]
 ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
 RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
@@ -200,7 +201,7 @@ class PlannedStage(_PlanPart):
     memory: dict[str, TotalBytes] = {}
     """The ledger: bytes by term."""
     recompute: StageRecompute | None = None
-    """The stage's own, where the plan's is `selective`; else as the plan's."""
+    """The stage's own, where the plan's is `by_stage`; else as the plan's."""
     host_bytes: TotalBytes | None = None
     """What each device keeps in its host's memory, where the stage offloads."""
     degrees: StageDegrees | None = None
@@ -503,6 +504,8 @@ class Plan(PlanShape, Document):
             _register_order(content)
         if isinstance(content.get("degrees"), list):  # so `sharing` was called until 0.1
             content = content | {"degrees": None, "sharing": content["degrees"]}
+        if content.get("training") is None:
+            content = _rename_selective(content)
         others = content.get("alternatives")
         if not isinstance(others, list):
             return content
@@ -742,14 +745,27 @@ def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
     other.check_shape(plan.mini_batch, where)
 
 
-_PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
+def _rename_selective(content: dict[str, Any]) -> dict[str, Any]:
+    """Rename `selective` in a plan of a profile and its alternatives: the name of `by_stage` until 0.2."""
+    if isinstance(others := content.get("alternatives"), list):
+        renamed = [_rename_selective(other) if isinstance(other, dict) else other for other in others]
+        content = content | {"alternatives": renamed}
+    return content | {"recompute": "by_stage"} if content.get("recompute") == "selective" else content
+
+
+_PLAN_WORDS: Mapping[str, Recompute] = {
+    "never": "never",
+    "always": "always",
+    "except_last": "except_last",
+    "selective": "selective",
+}
 
 
 def plan_word(words: Iterable[str]) -> Recompute:
-    """Return the word of a plan whose stages have these: `selective` where they differ, run their first
-    layers again, or offload."""
+    """Return the word of a plan whose stages have these: `by_stage` where they differ, run their first layers
+    again, or offload."""
     modes = set(words)
-    return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
+    return _PLAN_WORDS.get(modes.pop(), "by_stage") if len(modes) == 1 else "by_stage"
 
 
 def plan_recompute(plan: ScoredPlan) -> Recompute:
@@ -788,5 +804,5 @@ def run_in_words(plan: ScoredPlan) -> str:
     config = plan.config
     virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
     words = set(plan.recompute)
-    mode = (words.pop() if len(words) == 1 else "selective").replace("_", " ")
+    mode = (words.pop() if len(words) == 1 else "by_stage").replace("_", " ")
     return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"

@@ -37,7 +37,7 @@ from ..cost_models.topology_file import TopologyFile, parse_topology
 from .assembly import Assembly
 from .asynchronous import assemble_candidate
 from .balance import balance
-from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, ScoredPlan, abbreviate
+from .candidate import MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, Proposal, ScoredPlan, abbreviate
 from .plan_file import Plan, PlannedStage, SharedWeight, plan_recompute
 from .plan_options import Overrides
 from .scoring import assemble
@@ -359,7 +359,7 @@ def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> 
         each = each or 1
         devices = [tuple(range(first, first + each)) for first in range(0, program.devices * each, each)]
     modes = _recompute(plan, schedule.name, program.devices, keeps=keeps)
-    mode = "by_stage" if plan.recompute == "selective" else plan.recompute
+    mode: Mode = "by_stage" if plan.recompute == "selective" else plan.recompute
     places = [place.device for place in program.pipes[0]]
     config = PipelineConfig(schedule.name, mode, count, size, virtual)
     proposal = Proposal(config, tuple(ends), tuple(devices[device] for device in places))
@@ -405,12 +405,12 @@ def _recompute(plan: Plan, schedule: str, devices: int, *, keeps: bool) -> Seque
     """The recomputation of each device; only GPipe has `except_last`."""
     if plan.recompute == "except_last" and schedule != "gpipe":
         return ("always",) * devices
-    if plan.recompute != "selective":
+    if plan.recompute != "by_stage":
         return (plan.recompute,) * devices
     words = [stage.recompute for stage in plan.stages]
     if None in words:
         raise UsageError(
-            "the plan recomputes selectively, and does not say which stages do",
+            "the plan's stages recompute differently, and it does not say how",
             "Simulate a plan with another recomputation.",
         )
     if not keeps:
@@ -428,7 +428,7 @@ def _notes(plan: Plan, proposal: Proposal, modes: Sequence[Recompute]) -> Iterat
             yield "the plan's replicas are left out: each stage is on one device"
         elif replicas > 1:
             yield f"each stage has {replicas} replicas"
-    if plan.recompute in ("except_last", "selective") and plan.recompute not in modes:
+    if plan.recompute in ("except_last", "by_stage") and plan.recompute not in modes:
         mode = plan.recompute.replace("_", "-")
         if plan.recompute == "except_last":
             yield f"recompute always: {mode} is for gpipe"
@@ -567,7 +567,7 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
     assembly = assemble_candidate(space, plan)
     forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
     shares = assembly.first_shares("forward")
-    mixed = plan_recompute(plan) == "selective"
+    mixed = plan_recompute(plan) == "by_stage"
     stages = []
     for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]

@@ -398,7 +398,7 @@ class PlanInputs:
         options = PlanOptions(
             micro_batches=plan.micro_batches,
             schedule=plan.schedule,
-            recompute="auto" if plan.recompute == "selective" else plan.recompute,
+            recompute="auto" if plan.recompute == "by_stage" else plan.recompute,
             runtime=plan.runtime,
         )
         partition = Partition("", tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)

@@ -112,7 +112,7 @@ def _recompute(plan: Plan) -> str:
     words = [stage.recompute or plan.recompute for stage in plan.stages]
     if not (offload := words.count(OFFLOAD)):
         return plan.recompute.replace("_", "-")
-    word = "never" if set(words) <= {"never", OFFLOAD} else "selective"
+    word = "never" if set(words) <= {"never", OFFLOAD} else "by stage"
     rate = f" at {format_rate(plan.options.host_bandwidth)}" if plan.options.host_bandwidth else ""
     return f"{word}, {offload} of {len(words)} stages offload{'s' if offload == 1 else ''} to the host{rate}"
 

@@ -335,8 +335,8 @@ def _check_recompute(check: _Checks, inputs: _Inputs) -> None:
     if plan.training is not None:
         return  # its degrees say what runs again
     for number, stage in enumerate(plan.stages):
-        mixed = plan.recompute == "selective" and stage.recompute not in (None, "selective")
-        fine = mixed or (stage.recompute in (None, plan.recompute) and plan.recompute != "selective")
+        mixed = plan.recompute == "by_stage" and stage.recompute is not None
+        fine = mixed or (stage.recompute in (None, plan.recompute) and plan.recompute != "by_stage")
         check.require(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
         partial = recompute_kind(inputs.modes[number]) in ("first_layers", OFFLOAD)
         fine = not partial or plan.schedule in ("1f1b", "gpipe")

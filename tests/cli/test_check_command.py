@@ -502,7 +502,7 @@ def test_the_alternative_for_torch(
         schedule="1f1b",
         micro_batches=4,
         micro_batch_size=8,
-        recompute="selective",
+        recompute="by_stage",
         stage_recompute=["first_2", "never"],
         step_seconds=1.0,
     )

@@ -72,9 +72,9 @@ def test_plans_of_the_same_words_are_told_apart(changed: dict[str, Any], words: 
         "virtual_stages": 1,
         "micro_batches": 16,
         "micro_batch_size": 1,
-        "recompute": "selective",
+        "recompute": "by_stage",
         "stage_recompute": ["never", "always"],
     }
     plan, other = PlanRow.model_validate(own), PlanRow.model_validate(own | changed)
-    start = f"2 stages of 3-1 layers, replicas 1-2, {other.micro_batches} x 1, 1f1b, recompute selective"
+    start = f"2 stages of 3-1 layers, replicas 1-2, {other.micro_batches} x 1, 1f1b, recompute by-stage"
     assert describe_other(other, plan) == start + words

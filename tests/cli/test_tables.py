@@ -479,7 +479,7 @@ def test_layers_that_are_recomputed_have_a_column_where_stages_differ(plan: Plan
     stages = [
         stage.model_copy(update={"recompute": word}) for stage, word in zip(plan.stages, words, strict=True)
     ]
-    differing = plan.model_copy(update={"stages": stages, "recompute": "selective"})
+    differing = plan.model_copy(update={"stages": stages, "recompute": "by_stage"})
     for show in (print_plan, lambda own, console: print_answer(own, console, "")):
         whole, some = terminal(160), terminal(160)
         show(plan, whole)

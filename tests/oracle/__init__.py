@@ -341,7 +341,7 @@ def check_alternatives(found: Findings, target: Target) -> None:
             row["runtimes"],
         )
         parts, size, step = row["virtual_stages"], row["micro_batch_size"], row["step_seconds"]
-        mixed = row["recompute"] == "selective"
+        mixed = row["recompute"] == "by_stage"
         modes = row["stage_recompute"] if mixed else [row["recompute"]] * len(balance)
         order = make_order(row["schedule"], len(balance) // parts, row["micro_batches"], parts)
         pipeline = replace(

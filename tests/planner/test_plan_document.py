@@ -44,8 +44,8 @@ def plan(
         (("never", "never"), "never", "4 x 8, 1f1b, recompute never"),
         (("always", "always"), "always", "4 x 8, 1f1b, recompute always"),
         (("except_last", "except_last"), "except_last", "4 x 8, 1f1b, recompute except last"),
-        (("never", "always"), "selective", "4 x 8, 1f1b, recompute selective"),
-        (("first_2", "first_2"), "selective", "4 x 8, 1f1b, recompute first 2"),
+        (("never", "always"), "by_stage", "4 x 8, 1f1b, recompute by stage"),
+        (("first_2", "first_2"), "by_stage", "4 x 8, 1f1b, recompute first 2"),
     ],
 )
 def test_what_is_recomputed_in_a_word(modes: tuple[str, ...], word: str, run: str) -> None:

@@ -262,3 +262,10 @@ def test_what_is_no_plan_file_at_all(text: str, words: str) -> None:
         Plan.parse(text, "a.plan.json")
     assert caught.value.what.startswith(words)
     assert caught.value.hint == "Make it again with `pplan solve`, or name another file."
+
+
+def test_the_word_for_stages_that_recompute_differently_is_read_by_its_old_name() -> None:
+    content = copy.deepcopy(MINIMAL) | {"recompute": "selective"}
+    content["alternatives"][0]["recompute"] = "selective"
+    plan = Plan.model_validate(content)
+    assert (plan.recompute, plan.alternatives[0].recompute) == ("by_stage", "by_stage")

@@ -265,8 +265,8 @@ def test_what_cannot_be(
 
 
 def test_plans_that_cannot_be(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
-    selective = plan.model_copy(update={"recompute": "selective"})
-    with pytest.raises(UsageError, match="recomputes selectively"):
+    selective = plan.model_copy(update={"recompute": "by_stage"})
+    with pytest.raises(UsageError, match="recompute differently"):
         simulate_plan(selective, chain, make_topology(4))
     forbidden = replace(chain, cut_after=np.zeros(12, dtype=np.bool_))
     with pytest.raises(UsageError, match="at most 1 parts"):

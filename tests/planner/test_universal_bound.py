@@ -21,17 +21,15 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import assemble, most_lacking, possible
+from pplan.planner.scoring import assemble, possible
 from pplan.planner.universal_bound import universal_bound, work_bound
 
 MakeChain = Callable[..., Chain]
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if schedule.synchronous]
 
 
-def random_problem(
-    seed: int, schedule: str, make_chain: MakeChain, *, limited: bool = False
-) -> Problem | None:
-    """Two to four layers on one to three devices, with `limited` memory; None where no plan is left."""
+def random_problem(seed: int, schedule: str, make_chain: MakeChain) -> Problem | None:
+    """Two to four layers on one to three devices; None where the options leave no plan."""
     rng = np.random.default_rng(seed)
     layers, gpus = int(rng.integers(2, 5)), int(rng.integers(1, 4))
     chain = make_chain(seed, layers, traffic=float(rng.choice([0.01, 1, 5])), cuts=1.1)
@@ -48,9 +46,8 @@ def random_problem(
         parameter_bytes=chain.parameter_bytes * weights,
         trainable_bytes=chain.trainable_bytes * weights,
     )
-    memory = int(1.5 ** rng.uniform(15, 30)) if limited else None
-    groups = [Group(Device("a", memory, float(rng.uniform(0.3, 3))), 1)]
-    groups += [Group(Device("b", memory), gpus - 1)] if gpus > 1 else []
+    groups = [Group(Device("a", None, float(rng.uniform(0.3, 3))), 1)]
+    groups += [Group(Device("b", None), gpus - 1)] if gpus > 1 else []
     inner = Level("node", int(rng.integers(1, 3)), Link(float(rng.choice([5, 50, 5e3])), 0.1))
     levels = (inner, Level("network", None, Link(5.0, float(rng.choice([0.0, 0.3])))))
     count, size = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 3]))
@@ -84,8 +81,7 @@ def every_step(problem: Problem) -> Iterator[float]:
             if possible(problem.space, proposal):
                 mode: Recompute = "always" if config.recompute == "always" else "never"
                 made = assemble(problem.space, proposal, [mode] * len(devices))
-                if most_lacking(problem.space, made)[0] <= 0:
-                    yield float(step_seconds(made.program, made.costs())[0])
+                yield float(step_seconds(made.program, made.costs())[0])
 
 
 def _devices(gpus: int, program: Program) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -116,22 +112,6 @@ def test_no_plan_is_below_it(schedule: str, make_chain: MakeChain) -> None:
             assert work_bound(problem) <= best * (1 + 1e-9), seed
             bounded += universal_bound(problem, [schedule], best) > 0.2 * best
     assert bounded > 0
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    ["zb-h1", *(pytest.param(own, marks=pytest.mark.slow) for own in ("1f1b", "gpipe", "dapple", "zb-h2"))],
-)
-def test_no_plan_that_fits_is_below_it(schedule: str, make_chain: MakeChain) -> None:
-    raised = 0
-    for seed in range(24):
-        problem = random_problem(seed, schedule, make_chain, limited=True)
-        best = inf if problem is None else min(every_step(problem), default=inf)
-        if problem is not None and best < inf:
-            bound = universal_bound(problem, [schedule], 1.7 * best)
-            assert bound <= best * (1 + 1e-9), seed
-            raised += bound > universal_bound(problem, [schedule])
-    assert raised > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -50,7 +50,7 @@ def test_there_and_back(decoder_profile: Profile, runtime: str) -> None:
     oracle's second count agrees."""
     text = f"pretrain_gpt.py --pipeline-model-parallel-layout 'Et*3|t*3|t*3||L' {FLAGS} 2"
     plan = import_text(text.replace("||", "|"), decoder_profile)
-    assert plan.recompute == "selective"
+    assert plan.recompute == "by_stage"
     assert [stage.recompute for stage in plan.stages] == WORDS
     assert [stage.layers_again for stage in plan.stages] == [3, 2, 2, 0]
     assert any("runs the first 2 blocks of every stage again" in note for note in plan.notes)
@@ -74,7 +74,7 @@ def test_there_and_back(decoder_profile: Profile, runtime: str) -> None:
 def test_what_a_command_line_says_of_others(decoder_profile: Profile) -> None:
     """As many blocks as there are, virtual stages, no number, and what the user says himself."""
     straight = "--pipeline-model-parallel-layout 'Et*3|t*3|t*3L'"
-    assert import_text(f"{straight} {FLAGS} 3", decoder_profile).recompute == "selective"
+    assert import_text(f"{straight} {FLAGS} 3", decoder_profile).recompute == "by_stage"
     assert import_text(f"{straight} {FLAGS} 2", decoder_profile, recompute="always").recompute == "always"
     several = (
         f"--pipeline-model-parallel-layout 'Et*3|t*2|t*2|t*2L' --pipeline-model-parallel-size 2 {FLAGS} 1"

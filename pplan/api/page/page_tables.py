@@ -100,7 +100,7 @@ def stage_table(plan: Plan) -> PageTable:
     ]
     if any(stage.host_bytes is not None for stage in plan.stages):
         columns.insert(8, ("on the host", lambda row: bytes_cell(row[1].host_bytes)))
-    if plan.recompute == "selective":
+    if plan.recompute == "by_stage":
         columns.insert(3, ("recomputed", lambda row: count_cell(row[1].layers_again)))
     each = " per replica" if max(plan.replicas) > 1 else ""
     return make_table(f"Stages; time per micro-batch{each}", columns, list(enumerate(plan.stages)))

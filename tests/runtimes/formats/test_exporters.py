@@ -186,7 +186,7 @@ def test_the_best_usable_alternative_is_taken(make_plan: MakePlan, alternative: 
         alternatives=[
             alternative(step_seconds=0.51, runtimes=["deepspeed"]),
             alternative(step_seconds=0.52, schedule="1f1b"),
-            alternative(step_seconds=0.53, recompute="selective"),
+            alternative(step_seconds=0.53, recompute="by_stage"),
             alternative(step_seconds=0.7, balance=[3, 7]),
             alternative(
                 step_seconds=0.6, balance=[2, 8], micro_batches=2, micro_batch_size=2, recompute="always"
@@ -211,7 +211,7 @@ def test_the_best_usable_alternative_is_taken(make_plan: MakePlan, alternative: 
         ("fairscale", {"schedule": "zb-h1"}, "its schedule is zb-h1, fairscale runs gpipe"),
         ("torchgpipe", {"replicas": [1, 2]}, "its stages have 1-2 replicas, torchgpipe runs no replicas"),
         ("fairscale", {"replicas": [2, 2]}, "its stages have 2-2 replicas, fairscale runs no replicas"),
-        ("torchgpipe", {"recompute": "selective"}, "it recomputes selective"),
+        ("torchgpipe", {"recompute": "by_stage"}, "it recomputes by_stage"),
         ("deepspeed", {"schedule": "gpipe"}, "its schedule is gpipe, deepspeed runs 1f1b"),
         ("deepspeed", {"schedule": "1f1b", "replicas": [3, 1]}, "the same number of them on every stage"),
         ("deepspeed", {"schedule": "1f1b", "recompute": "except_last"}, "it recomputes except_last"),

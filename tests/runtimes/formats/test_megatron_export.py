@@ -233,7 +233,7 @@ def first_blocks_plan(make_decoder_plan: MakePlan, words: list[str], balance: li
     stages = [
         stage.model_copy(update={"recompute": word}) for stage, word in zip(plan.stages, words, strict=True)
     ]
-    return plan.model_copy(update={"stages": stages, "recompute": "selective"})
+    return plan.model_copy(update={"stages": stages, "recompute": "by_stage"})
 
 
 @pytest.mark.parametrize("runtime", ["megatron", "megatron-bridge"])

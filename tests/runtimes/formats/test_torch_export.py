@@ -140,7 +140,7 @@ def test_each_stage_recomputes_for_itself(make_plan: MakePlan) -> None:
         ({"schedule": "pipedream"}, "its schedule is pipedream, torch runs 1f1b, dapple, dualpipe-v"),
         ({"replicas": [2, 1]}, "its stages have 2-1 replicas, torch runs the same number of them"),
         ({"replicas": [4, 4]}, "its 4 replicas cannot share 2 samples evenly"),
-        ({"recompute": "selective"}, "it recomputes selective, torch knows always, first_layers, never"),
+        ({"recompute": "by_stage"}, "it recomputes by_stage, torch knows always, first_layers, never"),
         ({"recompute": "except_last"}, "it recomputes except_last"),
     ],
 )
@@ -165,7 +165,7 @@ def test_micro_batches_that_a_schedule_does_not_run(make_plan: MakePlan) -> None
 
 
 def test_an_alternative_is_taken(make_plan: MakePlan, alternative: Callable[..., dict[str, Any]]) -> None:
-    words = {"recompute": "selective", "stage_recompute": ["always", "never"]}
+    words = {"recompute": "by_stage", "stage_recompute": ["always", "never"]}
     own = alternative(runtimes=["torch"], schedule="1f1b", balance=[7, 3], micro_batch_size=1, **words)
     plan = make_plan([4, 6], replicas=[2, 1], schedule="1f1b", alternatives=[own])
     document, remark = export("torch", plan)
