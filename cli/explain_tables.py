@@ -206,6 +206,8 @@ def _print_sensitivity(explanation: Explanation, console: Console) -> None:
             (sensitivity.above, sensitivity.most, "up"),
         )
     ]
+    stable = [f"{_describe_quantity(own)} {words}" for own, turn, words in rows if turn is None]
+    rows = [row for row in rows if row[1] is not None]
     columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
         text("what", lambda row: _describe_quantity(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
@@ -214,7 +216,10 @@ def _print_sensitivity(explanation: Explanation, console: Console) -> None:
         number("the plan's", lambda row: row[1] and format_seconds(row[1].plan_seconds), drop=2),
     ]
     title = f"Sensitivity: where another plan is better by more than {percent(WORTH)}"
-    print_table(console, columns, rows, title=title)
+    if rows:
+        print_table(console, columns, rows, title=title)
+    if stable:
+        line(console, f"In these ranges no other plan is better: {'; '.join(stable)}.")
 
 
 def _describe_quantity(sensitivity: Sensitivity) -> str:
@@ -228,7 +233,7 @@ def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, d
     """The factor from which on another plan is better, or how far was searched without finding one."""
     of_layers = sensitivity.first_layer is not None
     if turn is None:
-        return f"not {direction} to {_factor(end, of_layers)}"
+        return f"{direction} to {_factor(end, of_layers)}"
     return _factor(turn.factor, of_layers)
 
 

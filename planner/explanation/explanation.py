@@ -1,6 +1,6 @@
 """Why a plan is as it is: its limits, the runner-up plans, its sensitivity, what-ifs and a split in use.
 
-A what-if solves the problem again with one change: one more GPU, double the bandwidth or memory,
+A what-if solves the problem again with one change: more GPUs, double the bandwidth or memory,
 recomputation forced or forbidden; where the step waits for launches, launches that take no time.
 """
 
@@ -60,31 +60,29 @@ def solve_what_ifs(
     """Each change by itself, that of `launches` where the step waits for some; the searches start from the
     seeds, so that a change for the better is never answered with a slower plan. The `plan` says what devices
     are called, and how many share every layer."""
-    sharers, device = plan.profile.tensor_parallel, plan.device_kind
+    topology = context.problem.topology
     changes: list[tuple[str, Change]] = [
-        (f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s", _one_more),
         ("double the bandwidth", lambda p: replace(p, topology=with_bandwidth(p.topology, 2))),
         *([("double the memory", lambda p: with_memory(p, 2))] if is_memory_known(context) else []),
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
+    if len(topology.kinds) == 1:
+        more = count_more(topology)
+        changes.insert(0, (_more_in_words(plan, more), lambda p: _with_more(p, more)))
     if set(context.present.recompute) - {"never", OFFLOAD} and _may_offload(context.problem):
         changes.append((f"recompute {OFFLOAD}", lambda p: _recomputing(p, OFFLOAD)))
     if launches:
         changes.append(("launches in no time", without_launches))
-    return (_solve_what_if(context, seeds, words, change) for words, change in changes)
+    for words, change in changes:
+        with suppress(UsageError):  # the runtime or the levels do not allow it
+            yield _solve_what_if(context, seeds, words, change)
 
 
 def _solve_what_if(
     context: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
 ) -> WhatIf:
-    kinds = len(context.problem.topology.kinds)
-    if change is _one_more and kinds > 1:
-        return WhatIf(change=words, reason=f"not solved: there are {kinds} kinds of devices")
-    try:
-        result = resolve(change(context.problem), seeds, SECONDS / 2, fully=True)
-    except UsageError as error:
-        return WhatIf(change=words, reason=error.what)
+    result = resolve(change(context.problem), seeds, SECONDS / 2, fully=True)
     if result.best is None:
         return WhatIf(change=words, reason="no plan fits")
     faster = context.present.step_seconds / result.best.step_seconds - 1
@@ -93,8 +91,21 @@ def _solve_what_if(
     )
 
 
-def _one_more(problem: Problem) -> Problem:
-    return replace(problem, topology=problem.topology.with_gpus(problem.gpus + 1))
+def count_more(topology: Topology) -> int:
+    """Return the fewest devices that a machine can have more: one, or a server where those there are full."""
+    is_full = len(topology.levels) > 1 and topology.gpus % topology.gpus_per_node == 0
+    return topology.gpus_per_node if is_full else 1
+
+
+def _more_in_words(plan: Plan, more: int) -> str:
+    sharers, device = plan.profile.tensor_parallel, plan.device_kind
+    if more > 1:
+        return f"one more server of {more * sharers} {device}s"
+    return f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s"
+
+
+def _with_more(problem: Problem, more: int) -> Problem:
+    return replace(problem, topology=problem.topology.with_gpus(problem.gpus + more))
 
 
 def _recomputing(problem: Problem, mode: str) -> Problem:

@@ -60,7 +60,7 @@ def explain(
 
     Of the result: `limits` (the critical path, the busiest stage, whether memory forbids a faster plan),
     `second_best` and `other_stages`, `holds` (the bandwidth and the layers' seconds at which another plan
-    becomes better) and `what_if` (one more GPU, double the bandwidth or memory, recomputation forced or
+    becomes better) and `what_if` (more GPUs, double the bandwidth or memory, recomputation forced or
     forbidden; where the step waits for launches, launches in no time). `current`: the layers of each stage of
     a split in use, each on `replicas` devices, with so many `micro_batches` and that `schedule` (else the
     best for it): `current` of the result says why it is slower. `progress` is told, as it grows, about which

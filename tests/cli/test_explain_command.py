@@ -83,7 +83,7 @@ def explanation() -> Explanation:
         },
     ]
     changes = [
-        {"change": "one more GPU", "reason": "--gpus 4: the levels hold 3 devices"},
+        {"change": "one more server of 8 GPUs", "reason": "no plan fits"},
         {
             "change": "double the memory",
             "plan": outline(0.5, [12], replicas=[3], devices=[[0, 1, 2]]),

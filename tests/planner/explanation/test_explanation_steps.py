@@ -15,7 +15,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.explanation import explanation as module
 from pplan.planner.explanation.explain_context import SECONDS, make_context
-from pplan.planner.explanation.explanation import _made_for, _notes, solve_what_ifs
+from pplan.planner.explanation.explanation import _made_for, _notes, count_more, solve_what_ifs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 
@@ -87,11 +87,12 @@ def test_changes_without_a_plan(
         raise UsageError("it cannot be", "")
 
     monkeypatch.setattr(module, "resolve", refuse)
-    answers = list(solve_what_ifs(context, [], plan, launches=False))
-    assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 4
+    assert list(solve_what_ifs(context, [], plan, launches=False)) == []
 
 
-def test_one_more_of_two_kinds_of_devices(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+def test_nothing_is_added_to_two_kinds_of_devices(
+    make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: Patch
+) -> None:
     machine = make_topology(2)
     groups = tuple(Group(Device(name, None), 1) for name in ("small", "large"))
     problem = Problem(make_chain(1, 6), replace(machine, groups=groups), PlanOptions(mini_batch=8))
@@ -99,9 +100,14 @@ def test_one_more_of_two_kinds_of_devices(make_chain: MakeChain, make_topology: 
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="GPU")
-    first = next(solve_what_ifs(context, [], plan, launches=False))
-    words = "not solved: there are 2 kinds of devices"
-    assert (first.change, first.plan, first.reason) == ("one more GPU", None, words)
+    monkeypatch.setattr(module, "resolve", lambda *_, **__: SimpleNamespace(best=None, exact=True))
+    changes = [own.change for own in solve_what_ifs(context, [], plan, launches=False)]
+    assert changes == ["double the bandwidth", "recompute always", "recompute never"]
+
+
+@pytest.mark.parametrize(("gpus", "more"), [(3, 1), (4, 4), (6, 1), (8, 4)])
+def test_a_full_machine_gets_another_server(gpus: int, more: int, make_topology: MakeTopology) -> None:
+    assert count_more(make_topology(gpus, per_node=4)) == more
 
 
 @pytest.mark.parametrize(
