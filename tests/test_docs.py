@@ -84,7 +84,7 @@ def test_drawings_are_those_of_the_code() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 160
+    assert len(README.splitlines()) <= 130
 
 
 def test_continuous_integration_runs_its_test_command() -> None:
