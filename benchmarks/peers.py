@@ -10,7 +10,7 @@ compared with the originals in the tests.
 
 All cases take hours: they run in a fixed random order, and after `--minutes` none is begun, and the table is
 of those that are done. `--jobs N` runs so many at a time, a process of one thread each; N should not be more
-than the cores. Profiles are estimates for an A100 (see gap_models.py), kept in the folder of `--profiles`.
+than the cores. Profiles are estimates for an A100 (see peers_models.py), kept in the folder of `--profiles`.
 `--results FILE` keeps the cases, a JSON object a line, and leaves out those that it has: a run that was
 stopped goes on where it was.
 """
@@ -32,7 +32,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gap_models import PEERS_MODELS, profile_of
+from peers_models import MODELS, profile_of
 
 import pplan
 from pplan.api.load import profile_and_reference
@@ -212,7 +212,7 @@ def read_rows(results: Path | None) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the cases, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(PEERS_MODELS))
+    parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1)

@@ -9,7 +9,7 @@ recomputed in torchgpipe and FairScale (their default); DeepSpeed with 16 micro-
 recomputation; balances by pplan's versions of the three tools' rules.
 
 Besides the layers' launches, each pass of a stage takes what the runtime's own Python does, `OWN_SECONDS`, as
-`runtime_overhead.py` measures it, times the same factor. `pplan solve` does not count it.
+docs/lab/benchmarks.md has it, times the same factor. `pplan solve` does not count it.
 
 The simulator counts the launches of one process that drives all devices, whose backwards are launched from a
 thread a device, and of DeepSpeed's process a stage.
@@ -57,7 +57,7 @@ OWN_SECONDS = {
     ("fairscale", "except_last"): 0.127e-3,
     ("deepspeed", "never"): 0.353e-3,
 }
-"""By runtime and what it runs again: host seconds of its own by pass of a stage, of `runtime_overhead.py` on
+"""By runtime and what it runs again: host seconds of its own by pass of a stage, measured on
 an AMD EPYC with torch 2.14, the middle of 2, 4 and 8 stages."""
 
 

@@ -14,11 +14,17 @@ import argparse
 import time
 from typing import Any
 
-from layouts import MODELS
-
 from pplan.api.degrees import search_configuration
 
-LLAMA = MODELS["Llama 3 70B"]
+LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 GEMMA = {**LLAMA, "vocab_size": 256000, "num_attention_heads": 16}
 CONFIGS: dict[str, Any] = {
     "Llama 3 8B": {
@@ -54,7 +60,24 @@ CONFIGS: dict[str, Any] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "Moonlight 16B": MODELS["Moonlight 16B"],
+    "Moonlight 16B": {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "q_lora_rank": None,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163840,
+    },
 }
 H100, A100 = {"topology": "dgx-h100"}, {"gpu": "a100-40gb"}
 CASES: tuple[tuple[str, int, dict[str, str]], ...] = (

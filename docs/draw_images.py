@@ -1,5 +1,5 @@
 """The drawings of how-it-works.md and tutorial-schedules.md, from the example of getting-started.md; and that
-of benchmarks.md, from the rows of benchmarks/scale.py.
+of lab/benchmarks.md, from the rows of benchmarks/scale.py.
 
 `python docs/draw_images.py` writes them to docs/images; a test compares.
 """

@@ -36,6 +36,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to files of the root lead to their pages, or stay words where the site has none."""
+    if page.file.src_uri.startswith("lab/"):
+        return markdown
     at_root = page.file.src_uri in ("contributing.md", "changelog.md")
     return re.sub(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)", lambda match: _link(match, at_root), markdown)
 

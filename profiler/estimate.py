@@ -62,7 +62,7 @@ class Curves:
 
 MEASURED_CURVES = {"h100": Curves(Efficiency(0.575, 7.8e-6), Efficiency(0.98, 1.24e-6))}
 """By the name of a GPU: fitted to the layers of four models that were measured on it, and tested on five
-others (benchmarks/gpu_curves.py). Tensor cores as fast as these are harder to fill, and a cache as large as
+others (docs/lab/benchmarks.md). Tensor cores as fast as these are harder to fill, and a cache as large as
 this holds much of what a layer reads."""
 
 

@@ -25,10 +25,18 @@ from pplan.profiler.profile_file import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = subprocess.run(
-    ["git", "ls-files", "README.md", ":(glob)docs/*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ["git", "ls-files", "README.md", ":(glob)docs/**/*.md"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
 )
-PAGES = {path.name: path.read_text() for path in map(ROOT.joinpath, LISTED.stdout.split()) if path.is_file()}
-"""Pages that git tracks."""
+PAGES = {
+    name.removeprefix("docs/"): path.read_text()
+    for name in LISTED.stdout.split()
+    if (path := ROOT / name).is_file()
+}
+"""Pages that git tracks, those of docs/ by their path in it."""
 README = PAGES["README.md"]
 EXAMPLE = "getting-started.md"
 """Shows the files that the examples of the others begin with."""
@@ -101,7 +109,7 @@ def headings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_its_links_lead_somewhere(page: str) -> None:
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         file, _, heading = link.partition("#")
         if not link.startswith("https://"):
@@ -114,11 +122,11 @@ def test_its_links_lead_somewhere(page: str) -> None:
 
 
 def test_every_page_is_listed() -> None:
-    listed = set(re.findall(r"\((?:docs/)?([\w-]+\.md)\)", PAGES["index.md"]))
+    listed = set(re.findall(r"\(((?:lab/)?[\w-]+\.md)\)", PAGES["index.md"]))
     assert listed == set(PAGES) - {"README.md", "index.md"}
-    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", README)) == listed
+    assert set(re.findall(r"\(docs/((?:lab/)?[\w-]+\.md)\)", README)) == listed
     of_the_site = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
-    assert listed < set(re.findall(r"([\w-]+\.md)", of_the_site)), "mkdocs.yml: nav"
+    assert listed < set(re.findall(r"((?:lab/)?[\w-]+\.md)", of_the_site)), "mkdocs.yml: nav"
 
 
 def test_all_say_the_same_version() -> None:
@@ -243,3 +251,14 @@ def test_the_files_that_are_named_exist(page: str) -> None:
     assert len(named) > 20
     named = [name for name in named if "NAME" not in name and "/" in name.rstrip("/")]
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_each_benchmark_is_named_by_a_page() -> None:
+    """Or a script that is imports it. A script that no page names measures nothing that a user reads."""
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    named = {name for page in PAGES.values() for name in re.findall(r"benchmarks/(\w+\.py)", page)}
+    imported = {
+        f"{name}.py" for text in texts.values() for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)
+    }
+    assert named <= set(texts)
+    assert set(texts) <= named | imported

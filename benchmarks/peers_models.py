@@ -1,5 +1,4 @@
-"""Models for the planner's benchmarks, estimated for an A100 from their FLOPs and bytes: MODELS of all,
-PEERS_MODELS of `peers.py`.
+"""Models of `peers.py`, estimated for an A100 from their FLOPs and bytes.
 
 Most come by name; the U-Net and EAST are here. Profiles are kept in a folder, as an estimate takes seconds.
 """
@@ -122,7 +121,16 @@ def _of_class(made: type[nn.Module], width: int) -> Callable[[], Profile]:
 
 
 _BERT_LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "intermediate_size": 4096}
-_LLAMA_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate_size": 11008}
+_GPT2_MEDIUM = {"layers": 24, "hidden": 1024, "heads": 16}
+_LLAMA_3 = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+_T5_LARGE = {"num_layers": 24, "num_decoder_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
 _EXPERTS = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate_size": 5632}
 """With Mixtral's eight experts a block, of which each token takes two."""
 
@@ -135,18 +143,8 @@ MODELS: dict[str, Callable[[], Profile]] = {
     "unet": _of_class(UNet, 256),
     "vit_b_16": _named("vit_b_16"),
     "convnext_base": _named("convnext_base"),
-    "gpt2": _named("hf:gpt2", sequence=1024, tie_word_embeddings=False),
     "bert-large": _named("hf:bert", **_BERT_LARGE, sequence=512, tie_word_embeddings=False),
-    "llama-7b": _named("hf:llama", **_LLAMA_7B, sequence=2048),
     "mixtral": _named("hf:mixtral", **_EXPERTS, sequence=1024),
-}
-
-_GPT2_MEDIUM = {"layers": 24, "hidden": 1024, "heads": 16}
-_LLAMA_3 = {**_LLAMA_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
-_T5_LARGE = {"num_layers": 24, "num_decoder_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
-
-PEERS_MODELS: dict[str, Callable[[], Profile]] = {
-    **{name: make for name, make in MODELS.items() if name not in ("gpt2", "llama-7b")},
     "resnet101": _named("resnet101"),
     "east": _of_class(East, 512),
     "vit_l_16": _named("vit_l_16"),
@@ -154,7 +152,6 @@ PEERS_MODELS: dict[str, Callable[[], Profile]] = {
     "llama-3-8b": _named("hf:llama", **_LLAMA_3, sequence=2048),
     "t5-large": _named("hf:t5", **_T5_LARGE, sequence=512, tie_word_embeddings=False),
 }
-"""Sixteen: those of MODELS with larger language models in the place of two, and four more."""
 
 
 def profile_of(name: str, folder: Path) -> Profile:
@@ -162,7 +159,7 @@ def profile_of(name: str, folder: Path) -> Profile:
     path = folder / f"{name}.profile.json"
     if path.exists():
         return Profile.load(path)
-    profile = {**MODELS, **PEERS_MODELS}[name]()
+    profile = MODELS[name]()
     folder.mkdir(parents=True, exist_ok=True)
     profile.save(path, force=True)
     return profile
