@@ -3,7 +3,7 @@ parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -38,9 +38,12 @@ class LayerSeconds:
         self._sums_before: dict[tuple[object, ...], list[float]] = {}
         self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
-        self.blocks = {routed: block_work(shape, routed, degrees, tokens) for routed in set(shape.routed)}
-        self.embedding = embedding_work(shape, degrees, tokens)
-        self.head = head_work(shape, degrees, tokens)
+        self.blocks = {
+            routed: self._work(routed, lambda routed=routed: block_work(shape, routed, degrees, tokens))
+            for routed in set(shape.routed)
+        }
+        self.embedding = self._work("embedding", lambda: embedding_work(shape, degrees, tokens))
+        self.head = self._work("head", lambda: head_work(shape, degrees, tokens))
         self.block_parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
         self._seconds = {
             (routed, again): self._beside_collectives(
@@ -108,8 +111,19 @@ class LayerSeconds:
     @cached_property
     def predictor(self) -> LayerWork:
         """One of further tokens, without its lookup and its scores."""
-        shape = self.shape
-        return predictor_work(shape, self.degrees, self.setting.tokens) + self.blocks[shape.routed[-1]]
+        shape, block = self.shape, self.blocks[self.shape.routed[-1]]
+        return self._work(
+            "predictor", lambda: predictor_work(shape, self.degrees, self.setting.tokens) + block
+        )
+
+    def _work(self, name: Hashable, build: Callable[[], LayerWork]) -> LayerWork:
+        """A layer's kernels, which replicas, stages and ZeRO do not change."""
+        degrees, works = self.degrees, self.costs.works
+        key = self.shape, name, degrees.tensor, degrees.context, degrees.expert, degrees.exchange
+        key = *key, self.setting.tokens
+        if key not in works:
+            works[key] = build()
+        return works[key]
 
     @cached_property
     def _predictor_seconds(self) -> dict[bool, PassSeconds]:

@@ -34,7 +34,7 @@ def offload_tensors(once: Iterable[float], twice: Iterable[float] = ()) -> Offlo
     return Offload(one + two, one + 2 * two)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWork:
     """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
     for backward, and bytes besides at its peak, while backward runs.

@@ -66,13 +66,18 @@ class TopologyLinks:
     """Seconds by the links of a topology, each collective by its fastest algorithm."""
 
     topology: Topology
+    _collectives: dict[Hashable, float] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def is_concave(self) -> bool:
         return is_concave(self.topology)
 
     def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
-        return float(_SECONDS[name](self.topology, range(0, size * stride, stride), bytes))
+        key = name, bytes, size, stride
+        if key not in self._collectives:
+            ranks = range(0, size * stride, stride)
+            self._collectives[key] = float(_SECONDS[name](self.topology, ranks, bytes))
+        return self._collectives[key]
 
     def transfer(self, bytes: float, stride: int) -> float:
         return float(self.topology.link(0, stride).seconds(bytes))
@@ -139,14 +144,21 @@ class RankCosts:
     overheads: Overheads = Overheads()
     host_bandwidth: float | None = None
     """Bytes per second of a device's copies to the host's memory, and of those back; None: not known."""
-    updates: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
+    updates: dict[Hashable, float] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Seconds of updates that were asked for."""
+    works: dict[Hashable, LayerWork] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """Layers whose seconds were asked for, by what they depend on (`layer_seconds.py`)."""
+    _passes: dict[Hashable, PassSeconds] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def seconds(self, work: LayerWork, degrees: ParallelDegrees) -> PassSeconds:
         """Of the forward and the backward of a layer, one kernel after another."""
-        wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
-        forward, backward = (self._sum(kernels, degrees) + wait for kernels in (work.forward, work.backward))
-        return PassSeconds(forward, backward)
+        key = work, degrees.tensor, degrees.context, degrees.expert
+        if key not in self._passes:
+            wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
+            self._passes[key] = PassSeconds(
+                self._sum(work.forward, degrees) + wait, self._sum(work.backward, degrees) + wait
+            )
+        return self._passes[key]
 
     def memory_seconds(self, bytes: float) -> float:
         """Of a pass over memory of so many bytes."""
