@@ -13,6 +13,7 @@ from ..cost_models.memory import check_stage_word, count_first_layers
 from ..cost_models.quantities import MOST_BYTES
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
+from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 
 if TYPE_CHECKING:
     from ..cost_models.transformer.training_setting import Recomputation
@@ -90,14 +91,15 @@ class Degrees(StageDegrees):
     def check(
         self, training: TransformerTraining, balance: Sequence[int], virtual_stages: int, samples: int
     ) -> None:
-        """Check that the degrees are those of parts with so many layers. Raises ValueError."""
+        """Check that parts with so many layers are a legal layout of these degrees. Raises ValueError."""
         blocks = self.blocks(balance, training.predictors)
         if len(balance) != self.pipeline * virtual_stages or min(blocks) < 0:
             raise ValueError(
                 f"degrees: a pipeline of {self.pipeline} devices does not have balance {balance}"
             )
-        if sum(blocks) != training.blocks:
-            raise ValueError(f"degrees: balance {balance} is not of {training.blocks} blocks")
+        letters = stage_letters(blocks, training.predictors, self.predictor_offset)
+        if problems := layout_problems(letters, self.pipeline, training.blocks, training.predictors):
+            raise ValueError(f"degrees: balance {balance}: {'; '.join(problems)}")
         if samples % self.data:
             raise ValueError(f"degrees: {self.data} replicas do not share {samples} samples")
 

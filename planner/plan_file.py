@@ -540,12 +540,10 @@ class Plan(PlanShape, Document):
         if all(own) == (self.degrees is not None) or (any(own) and not all(own)):
             raise ValueError("degrees: must be those of the plan, or those of every stage")
         for shape in (self, *self.alternatives):
-            if shape.degrees is not None:
-                shape.degrees.check(
-                    self.training, shape.balance, shape.virtual_stages, shape.micro_batch_size
-                )
-            elif shape is not self:
+            if shape.degrees is None and shape is not self:
                 raise ValueError("alternatives: one has no degrees")
+            degrees = shape.degrees or Degrees(pipeline=len(shape.balance))
+            degrees.check(self.training, shape.balance, shape.virtual_stages, shape.micro_batch_size)
 
     def __repr__(self) -> str:
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")

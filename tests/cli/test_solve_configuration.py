@@ -339,6 +339,10 @@ def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "TP 2 x DP 2" in capsys.readouterr().out
     assert any("no arguments for degrees by stage" in note for note in plan.notes)
     assert main(["verify", str(file)]) == 0
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"training": content["training"] | {"blocks": 43}}))
+    with pytest.raises(pplan.FileError, match="it places 42 transformer blocks"):
+        pplan.load_plan(file)
     same = [word if word != "2,4" else "4" for word in options]
     assert main(["solve", str(config), *same, "--by-stage", "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
