@@ -5,8 +5,7 @@ node, then as many stages as the memory needs, data parallelism with the rest, a
 sequence (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 3, takeaways 1 and 2); recomputation where it does not fit without. `grid`: the fastest
 of powers of two, tensor parallelism inside a node, micro-batches of 1 to 4 sequences, with and without
-recomputation. `data-parallel` (ZeRO 1) and `fsdp` (ZeRO 3): every device a replica. `galvatron`: degrees that
-differ from block to block (layer_degrees.py).
+recomputation. `data-parallel` (ZeRO 1) and `fsdp` (ZeRO 3): every device a replica.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import Combination, list_combinations
 from .degree_options import DegreeOptions
 from .degree_search import DegreeBaseline, DegreePlan
-from .layer_degrees import plan_layer_degrees
 from .stage_divisions import lower_bound
 
 
@@ -46,10 +44,7 @@ def degree_baselines(
         replicas = (one for one in every if one.degrees.data == devices and one.degrees.zero == zero)
         plans[name] = _fastest(replicas, shape, costs, memory_bytes)
     none = "does not fit, or does not divide the devices, the batch and the model"
-    by_layer = plan_layer_degrees(shape, topology, costs, options, memory_bytes)
-    baselines = [DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items()]
-    baselines.append(DegreeBaseline("galvatron", None, "" if by_layer else none, by_layer))
-    return tuple(baselines)
+    return tuple(DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items())
 
 
 def _list_even(

@@ -258,15 +258,9 @@ def _spans(balance: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _baseline(baseline: DegreeBaseline) -> Baseline:
-    plan, by_layer = baseline.plan, baseline.by_layer
-    if by_layer is not None:
-        step, degrees, again = by_layer.step_seconds, by_layer.describe(), by_layer.recompute
-        batches = f"{by_layer.micro_batches} x {by_layer.samples}"
-    elif plan is not None:
-        shape = _shape(plan)
-        step, degrees = plan.estimate.step_seconds, plan.degrees.describe()
-        again = block_recompute(plan.recompute, plan.recompute_blocks)
-        batches = f"{shape.micro_batches} x {shape.micro_batch_size}"
-    else:
+    plan = baseline.plan
+    if plan is None:
         return Baseline(name=baseline.name, step_seconds=None, reason=baseline.reason)
-    return Baseline(name=baseline.name, step_seconds=step, detail=f"{degrees}; {batches}, recompute {again}")
+    shape, again = _shape(plan), block_recompute(plan.recompute, plan.recompute_blocks)
+    detail = f"{plan.degrees.describe()}; {shape.micro_batches} x {shape.micro_batch_size}, recompute {again}"
+    return Baseline(name=baseline.name, step_seconds=plan.estimate.step_seconds, detail=detail)

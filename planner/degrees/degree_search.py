@@ -33,7 +33,6 @@ from .degree_refusals import nothing_fits, nothing_possible
 from .division_bound import least_division
 from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved
-from .layer_degrees import LayerPlan
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
@@ -63,12 +62,11 @@ class DegreePlan(Combination):
 
 @dataclass(frozen=True)
 class DegreeBaseline:
-    """What a rule of this name plans, with equal degrees or `by_layer`; without a plan the `reason`."""
+    """What a rule of this name plans; without a plan the `reason`."""
 
     name: str
     plan: DegreePlan | None
     reason: str = ""
-    by_layer: LayerPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -286,11 +286,6 @@ def _notes(answer: DegreeAnswer) -> list[str]:
                 f"{plan.degrees.describe()}; allow it with "
                 + " and ".join(f"{field}={value!r}" for field, value in changes.items())
             )
-        if own.by_layer is not None and own.by_layer.step_seconds < best:
-            notes.append(
-                f"the baseline {own.name} is faster: its blocks have degrees of their own, which no trainer "
-                "takes whose arguments are written here"
-            )
     if answer.by_stage is not None:
         notes += _by_stage_notes(answer)
     if answer.options.offload:
