@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 import warnings
@@ -24,7 +22,7 @@ from torch import nn
 from ..cost_models.errors import ModelError, UsageError
 from .layer_sequential import model_name
 from .losses import import_function
-from .names import may_name, quote_name, unknown_name
+from .names import TRANSFORMERS, may_name, quote_name, refuse_unknown_name, unknown_name
 from .user_model import (
     LoadedModel,
     ModelInput,
@@ -39,9 +37,6 @@ from .user_model import (
 
 # `package.module:factory`: the module is imported, the factory found and called; and what goes wrong.
 
-_MOST_NAMES = 5
-"""Callables of a module that an error names."""
-
 
 def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any:
     """What the factory `name` returns for the keywords `settings`, or the object itself where it is a module.
@@ -54,16 +49,6 @@ def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any
     where the factory does not take a keyword, or an nn.Module is given any.
     """
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ModelError(
-            f"model {name!r}: a module and a factory are needed around the colon",
-            "Name it as package.module:factory.",
-        )
-    if _is_path(module_name):
-        raise ModelError(
-            f"model {name!r}: {module_name} is a path, not the name of a module",
-            f"MODULE is an importable dotted name: {_dotted(module_name, attribute)}.",
-        )
     target = _attribute(_imported(module_name, name), attribute, name)
     if not isinstance(target, nn.Module):
         return _called(target, name, settings or {})
@@ -73,58 +58,6 @@ def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any
             f"Omit `settings`, or name a factory: a function that builds the {type(target).__name__}.",
         )
     return target
-
-
-def refuse_module(name: str) -> None:
-    """Raises ModelError where `name` is a module's, or a path: the factory was forgotten.
-
-    Nothing of the module itself is run.
-    """
-    if _is_path(name):
-        raise ModelError(
-            f"model {name!r}: this is a path, and no factory is named",
-            f"Name a module by its importable dotted name, and its factory: {_dotted(name, 'FACTORY')}.",
-        )
-    _look_here()
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return
-    if spec is None or spec.origin is None:
-        return
-    callables = _callables(Path(spec.origin))
-    has = f" It has {', '.join(callables[:_MOST_NAMES])}{', ...' if len(callables) > _MOST_NAMES else ''}."
-    raise ModelError(
-        f"model {name!r}: this is a module ({spec.origin}), and no factory is named",
-        f"Name the factory too, as in {name}:{callables[0] if callables else 'FACTORY'}."
-        + (has if callables else ""),
-    )
-
-
-def _is_path(module_name: str) -> bool:
-    return (
-        any(mark in module_name for mark in "/\\")
-        or module_name.startswith(".")
-        or (module_name.endswith(".py") and Path(module_name).is_file())
-    )
-
-
-def _dotted(path: str, attribute: str) -> str:
-    """How the file is to be named, and where from, in words."""
-    file = Path(path.replace("\\", "/")).with_suffix("")
-    if file.is_absolute() or ".." in file.parts:
-        return f"{file.name}:{attribute} (run pplan in the folder {file.parent})"
-    return f"{'.'.join(file.parts).lstrip('.')}:{attribute}"
-
-
-def _callables(source: Path) -> list[str]:
-    """The public functions and classes that a module's text defines."""
-    try:
-        body = ast.parse(source.read_bytes()).body
-    except (OSError, ValueError, SyntaxError):
-        return []
-    definitions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    return [node.name for node in definitions if not node.name.startswith("_")]
 
 
 def _look_here() -> str:
@@ -231,16 +164,12 @@ def load_torchvision(
     seed: int,
     *,
     on_meta: bool = False,
-    known_only: bool = False,
 ) -> LoadedModel:
-    """Random weights, drawn from `seed`; `shape` is that of one sample. `known_only`: no module is looked for
-    where there is no such model. Raises ModelError."""
+    """Random weights, drawn from `seed`; `shape` is that of one sample. Raises ModelError."""
     import torchvision
 
     names = torchvision.models.list_models()
     if name.lower() not in names:
-        if not known_only:
-            refuse_module(name)
         raise unknown_name(name, names)
     name = name.lower()
     builder = torchvision.models.get_model_builder(name)
@@ -306,7 +235,6 @@ def _own_shape(name: str, module: nn.Module) -> tuple[int, ...]:
 # A name or `package.module:factory` becomes a module and its example input.
 
 _DEFAULT_SHAPE = (3, 224, 224)
-_TRANSFORMERS = "hf:"
 
 
 def load_model(
@@ -359,6 +287,8 @@ def _loaded(
         raise ModelError(
             f"model {quote_name(name)}: a file's word runs no code", "Name it yourself: `model`."
         )
+    if not known_only:
+        refuse_unknown_name(name)
     seed = check_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
@@ -368,9 +298,9 @@ def _loaded(
             f"input_like={input_like!r} and input_shape={shape!r}: both say what the input is", "Give one."
         )
     batch = None if input_like is None else _input_of(input_like, seed)
-    if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
+    if name.startswith(TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
-        kind = name.removeprefix(_TRANSFORMERS)
+        kind = name.removeprefix(TRANSFORMERS)
         from .transformers_models import load_transformers
 
         device = "meta" if on_meta else "cpu"
@@ -381,14 +311,12 @@ def _loaded(
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
         return _with_input(_from_factory(name, shape, settings or {}, seed), batch, input_like)
-    # DROPPED
-
     if settings:
         raise UsageError(
             f"settings={dict(settings)!r}: {name} is no factory and no transformers model",
             "torchvision's models take `classes` and `input_shape`; a factory can call them as it likes.",
         )
-    loaded = load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
+    loaded = load_torchvision(name, classes, shape, seed, on_meta=on_meta)
     return _with_input(loaded, batch, input_like)
 
 

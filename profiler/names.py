@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib
 import re
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,23 +25,125 @@ _REGISTERED = re.compile(
     r'^@register_model\((?:(?:name=)?"(\w+)")?\)\n(?:@[^\n]*\n(?:[ )][^\n]*\n)*)*def (\w+)', re.MULTILINE
 )
 """A function that builds a model, with the name that is registered where it is another one."""
+_MOST_NAMES = 5
+"""Callables of a module that an error names."""
 
 
 def refuse_unknown_name(name: str) -> None:
-    """Refuse a name that no model can have, before torch is imported.
+    """Refuse a name that no model can have. No module is imported, and torch neither.
 
     Args:
-        name: The name of a model. Files of transformers, factories, and files or modules that exist pass.
+        name: The name of a model. Those of transformers, and factories in modules, pass.
 
     Raises:
-        ModelError: torchvision is installed and has no model of this name.
+        ModelError: The name is a path, a module without its factory, or none of torchvision's models.
     """
-    names, is_other = list_torchvision_names(), not name.isidentifier() or Path(name).exists()
-    if not names or is_other or name.lower() in names or Path(f"{name}.py").exists() or find_spec(name):
+    module, colon, factory = name.partition(":")
+    if f"{module}{colon}" == TRANSFORMERS or name.endswith(".json"):
         return
-    raise unknown_name(name, names)
+    if any(mark in module for mark in "/\\") or module.startswith(".") or module.endswith(".py"):
+        raise _path_refusal(name, module, factory)
+    if colon and not (module and factory):
+        raise ModelError(
+            f"model {name!r}: a module and a factory are needed around the colon",
+            "Name it as package.module:factory.",
+        )
+    names = list_torchvision_names()
+    if colon or name.lower() in names:
+        return
+    _refuse_module(name)
+    if names:
+        raise unknown_name(name, names)
 
 
+def _path_refusal(name: str, path: str, factory: str) -> ModelError:
+    """The error for a path: what to type in its place."""
+    file = Path(path.replace("\\", "/"))
+    callables = [] if factory else _callables(file)
+    word, module = factory or next(iter(callables), "FACTORY"), file.with_suffix("")
+    if module.is_absolute() or ".." in module.parts:
+        typed = f"{module.name}:{word} (run pplan in the folder {module.parent})"
+    else:
+        typed = f"{'.'.join(module.parts).lstrip('.')}:{word}"
+    if factory:
+        return ModelError(
+            f"model {name!r}: {path} is a path, not the name of a module",
+            f"MODULE is an importable dotted name: {typed}.",
+        )
+    return ModelError(
+        f"model {name!r}: this is a path, and no factory is named",
+        f"Name a module by its importable dotted name, and its factory: {typed}.{_listed(callables)}",
+    )
+
+
+def _refuse_module(name: str) -> None:
+    """Refuse the name of a module, or of what is in one behind a dot: a factory stands behind a colon.
+
+    Args:
+        name: A dotted name. The module that it names is looked for, and nothing of it is run.
+
+    Raises:
+        ModelError: There is such a module.
+    """
+    if (source := _find_source(name)) is None:
+        return
+    file, module, factory = source
+    callables = _callables(file)
+    if not factory:
+        typed = f"{name}:{next(iter(callables), 'FACTORY')}"
+        raise ModelError(
+            f"model {name!r}: this is a module ({file}), and no factory is named",
+            f"Name the factory too, as in {typed}.{_listed(callables)}",
+        )
+    near = [] if factory in callables else difflib.get_close_matches(factory, callables, n=1)
+    raise ModelError(
+        f"model {name!r}: a colon separates the module ({file}) and its factory",
+        f"Name it as {module}:{near[0] if near else factory}.{_listed(callables)}",
+    )
+
+
+def _find_source(name: str) -> tuple[Path, str, str] | None:
+    """The file of the longest part of a dotted name that is a module, that part, and what follows it."""
+    source, parts = None, name.split(".")
+    folders: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    importlib.invalidate_caches()
+    for end in range(1, len(parts) + 1 if all(map(str.isidentifier, parts)) else 0):
+        module = ".".join(parts[:end])
+        spec = PathFinder.find_spec(module, folders)
+        if spec is None and end == 1 and module not in sys.modules:
+            spec = find_spec(module)
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            source = Path(spec.origin), module, ".".join(parts[end:])
+        folders = None if spec is None else spec.submodule_search_locations
+        if folders is None:
+            break
+    return source
+
+
+def _callables(file: Path) -> list[str]:
+    """The public functions and classes that a file defines, those that need no argument first."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [node.name for node in sorted(definitions, key=_needs) if not node.name.startswith("_")]
+
+
+def _needs(definition: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Return whether a function, or a class's `__init__`, is called with arguments."""
+    if isinstance(definition, ast.FunctionDef):
+        return len(definition.args.args) > len(definition.args.defaults)
+    own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return any(len(node.args.args) - 1 > len(node.args.defaults) for node in own)
+
+
+def _listed(callables: Sequence[str]) -> str:
+    more = ", ..." if len(callables) > _MOST_NAMES else ""
+    return f" It has {', '.join(callables[:_MOST_NAMES])}{more}." if callables else ""
+
+
+@cache
 def list_torchvision_names() -> list[str]:
     """List the names of the models that the installed torchvision registers; empty without torchvision."""
     if (spec := find_spec("torchvision")) is None:
