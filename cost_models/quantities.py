@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from numbers import Integral
 
 from .errors import UsageError
 
@@ -299,3 +300,8 @@ def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[st
     body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f"<table><caption>{escape(caption)}</caption>{table}</table>"
+
+
+def is_positive(number: object) -> bool:
+    """Return whether it is a whole number of at least 1, of Python's or of numpy's."""
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1

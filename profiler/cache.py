@@ -1,203 +1,68 @@
-"""The cache of finished profiles and journals, found by a key of the model and its conditions."""
+"""The cache of finished profiles and journals, in a folder of the user's; found without torch."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
+import importlib.metadata
 import json
 import os
 import platform
 import re
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import filelock
 import platformdirs
-import torch
-from torch import Tensor, fx, nn
 
 from ..cost_models.document import Record
-from ..cost_models.errors import FileError
+from ..cost_models.errors import FileError, UsageError
+from ..cost_models.quantities import is_positive
 from ..cost_models.text_files import is_unchanged, read_text, sha256, write_whole
-from .journal import Journal
-from .layer_sequential import modules_used, tensors_used
-from .layers import Layer, LayerChain
-from .local_machine import device_memory_bytes, device_name, versions
-from .measurement_target import MeasurementTarget
+from .names import TRANSFORMERS, find_configuration, may_name
 from .profile_file import Profile
 from .profile_warnings import misses_whole
-from .torch_private import tree_flatten
 
-# A key of a model and of the conditions it is measured under, whatever the model's name.
-#
-# Part of the key are the user's own source files, which decide how the model computes.
-
-_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
-
+if TYPE_CHECKING:
+    from .journal import Journal
+    from .profile_options import ProfileOptions
+    from .user_model import LoadedModel
 
 _VARIABLES = (
     *("ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "BLIS_", "MALLOC_"),
     *("CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_TF32", "NCCL_", "TORCH", "PYTORCH_", "LD_PRELOAD"),
 )
 """How names of environment variables begin that decide which kernels run, on how many threads."""
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-_OF_NO_SPEED = ("TORCH_HOME", "TORCH_HUB", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "CUDA_CACHE_PATH")
-
-
-_HERE = Path(__file__).resolve().parents[1]
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
-"""Folders of packages, whichever environments are stacked."""
-_VERSIONED = (
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
-    *(_HERE / folder for folder in ("pplan", "profiler", "runtimes", "planner", "cost_models", "cli")),
+_OF_NO_SPEED = (
+    *("TORCH_HOME", "TORCH_HUB", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "CUDA_CACHE_PATH"),
+    "TORCHINDUCTOR_CACHE_DIR",
 )
-"""Python's own files and pplan's."""
+_PACKAGES = ("pplan", "torch", "torchvision", "transformers", "huggingface-hub")
+_NOT_OF_A_KEY = ("cache", "resume", "budget_seconds", "micro_batch_sizes", "calibrate")
+"""Options that a request holds, or that change no measurement."""
 
 
-def fingerprint(subject: MeasurementTarget) -> str:
-    """Hexadecimal SHA-256 of all that decides what a profile holds, but for chance.
-
-    Of the layers: names, kinds, cuts, modules with their settings and source code, parameters and buffers by
-    shape and dtype. Of the conditions: input, dtype, device, modes, loss, seed, threads, versions. Neither
-    the model's name nor any value of its weights or of its input is in it. Of code, the files of the model's
-    classes and functions count, and all files of the user's that these import.
-    """
-    content = {"layers": _chain(subject.chain), **_input(subject), **_conditions(subject), **_code(subject)}
-    # Addresses are others in every process.
-    return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(content, sort_keys=True)))
-
-
-def _chain(chain: LayerChain) -> dict[str, Any]:
-    numbers: dict[int, int] = {}
-    return {
-        "granularity": chain.granularity,
-        "keep_together": chain.keep_together,
-        "edges": chain.edges,
-        "overwrites_input": chain.overwrites_input,
-        "each": [_layer(layer, numbers) for layer in chain.layers],
+def environment() -> list[Any]:
+    """List what decides, outside of the process, which kernels run and how fast; and pplan's own files."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_OF_NO_SPEED)
     }
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [variables, processors, platform.platform(), platform.python_version(), _stamps(_own_files())]
 
 
-def _layer(layer: Layer, numbers: dict[int, int]) -> dict[str, Any]:
-    """`numbers`: of the tensors of the layers so far, so that one that is shared is told from two alike."""
-    tensors = list(tensors_used(layer.module))
-    return {
-        "name": layer.name,
-        "kind": layer.kind,
-        "cut": layer.cut_reason,
-        "crossing": layer.crossing,
-        "modules": [_module(module) for module in modules_used(layer.module)],
-        "tensors": [[numbers.setdefault(id(each), len(numbers)), *_tensor(each)] for each in tensors],
-    }
-
-
-def _module(module: nn.Module) -> dict[str, Any]:
-    """How a module computes. That of a traced one is its graph; torch's own are of torch's version."""
-    kind = type(module)
-    if isinstance(module, fx.GraphModule):
-        return {"training": module.training, "code": module.code, "functions": list(_functions(module))}
-    return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
-        "told": module.extra_repr(),
-        "settings": {name: _setting(value) for name, value in vars(module).items()},
-        "source": _source(kind),
-    }
-
-
-def _code(subject: MeasurementTarget) -> dict[str, Any]:
-    """Files of the user's, and versions of the installed packages."""
-    modules = {part for layer in subject.chain.layers for part in modules_used(layer.module)}
-    classes = {kind for part in modules for kind in type(part).__mro__}
-    settings = [value for part in modules for value in vars(part).values()]
-    functions = [
-        node.target for part in modules if isinstance(part, fx.GraphModule) for node in part.graph.nodes
-    ]
-    loss = [] if subject.loss is None else [subject.loss.function]
-    sources = (*classes, *settings, *(type(value) for value in settings), *functions, *loss)
-    names = {name for one in sources if isinstance(name := getattr(one, "__module__", None), str)}
-    return {"sources": hash_sources(names), "packages": list_versions(names)}
-
-
-def _functions(module: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    """Those that the graph calls and that are not torch's."""
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            yield getattr(node.target, "__qualname__", str(node.name)), _source(node.target)
-
-
-def _setting(value: object) -> object:
-    """Plain values as they are, and functions by their code; of other things, only that they are there."""
-    if isinstance(value, _SIMPLE):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return [_setting(one) for one in value]
-    if callable(value) and not isinstance(value, nn.Module):
-        return [getattr(value, "__qualname__", ""), _source(value)]
-    return type(value).__qualname__
-
-
-def _source(definition: Any) -> str:
-    """Source of the file that a class or a function is from, with what it calls there; else its own.
-
-    None of torch, which has a version.
-    """
-    target = definition.__func__ if isinstance(definition, MethodType) else definition
-    if str(getattr(target, "__module__", "")).split(".")[0] in ("torch", "_operator", "math", "builtins"):
-        return ""
-    for one in (inspect.getmodule(target), target):
-        with suppress(OSError, TypeError):
-            return sha256(inspect.getsource(one))  # type: ignore[arg-type]
-    return target.__code__.co_code.hex() if isinstance(target, FunctionType) else ""
-
-
-def _tensor(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
-
-
-def _input(subject: MeasurementTarget) -> dict[str, Any]:
-    """Shapes of two samples, dtypes, and what else forward is given."""
-    example = subject.loaded.example_input_for(2).to(dtype=subject.dtype)
-    leaves, form = tree_flatten((example.args, example.kwargs))
-    tensors = [
-        [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-    ]
-    return {"input": tensors, "form": str(form)}
-
-
-def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
-    device, modes, loss, packages = subject.device, subject.modes, subject.loss, versions()
-    return {
-        "dtype": str(subject.dtype),
-        "training": subject.loaded.module.training,
-        "device": [device.type, device_name(device), device_memory_bytes(device)],
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "modes": [modes.compile, modes.channels_last, modes.amp, modes.tf32, modes.cudnn_benchmark],
-        "environment": _environment(),
-        "process": _kernel_choices(),
-        "loss": None if loss is None else [loss.name, _source(loss.function)],
-        "seed": subject.seed,
-        "versions": [
-            packages.pplan,
-            packages.python,
-            packages.torch,
-            packages.cuda,
-            packages.driver,
-            platform.platform(),
-        ],
-    }
-
-
-def _kernel_choices() -> list[bool]:
-    """What is set in the process, besides the modes."""
+def process_state() -> list[Any] | None:
+    """List what is set in this process besides the modes; None where torch is not loaded yet."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return None
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     return [
+        *(torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_float32_matmul_precision()),
+        *(torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled),
         *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         torch.are_deterministic_algorithms_enabled(),
         *(
@@ -205,82 +70,82 @@ def _kernel_choices() -> list[bool]:
             for kind in ("flash", "mem_efficient", "math", "cudnn")
         ),
         bool(cuda.matmul.allow_fp16_reduced_precision_reduction),
+        str(torch.get_default_dtype()),
     ]
 
 
-def _environment() -> dict[str, Any]:
-    """What decides, besides the threads, which kernels run and how fast."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_VARIABLES) and not name.startswith(_OF_NO_SPEED)
-    }
-    return {
-        "variables": variables,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": torch.backends.mkldnn.enabled,
-        "interop_threads": torch.get_num_interop_threads(),
-        "matmul": torch.get_float32_matmul_precision(),
-    }
+def name_key(name: str, options: ProfileOptions) -> str | None:
+    """Compute the key of a model that its name and the options determine: of torchvision or transformers.
 
+    Args:
+        name: The model's name.
+        options: How it is built and measured.
 
-def hash_sources(modules: Iterable[str]) -> dict[str, str]:
-    """SHA-256 by the name of each of these Python modules, and of all that they import, that is the user's.
-
-    Imports inside functions count where they have been run. Installed packages and Python's own modules
-    have versions, and are left out with what they import.
+    Returns:
+        64 hexadecimal digits; None for models, inputs and losses that are the user's code, and where nothing
+        is timed.
     """
-    hashes: dict[str, str] = {}
-    pending = list(modules)
-    while pending:
-        name = pending.pop()
-        module = sys.modules.get(name)
-        file = None if module is None or name in hashes else _own_file(module)
-        if module is None or file is None:
-            continue
-        with suppress(OSError, ValueError, SyntaxError):
-            text = file.read_bytes()
-            hashes[name] = sha256(text.decode("utf-8", errors="replace"))
-            pending += _imported(ast.parse(text), module)
-    return hashes
-
-
-def list_versions(modules: Iterable[str]) -> dict[str, str]:
-    """What the installed packages of these modules call their versions."""
-    packages = {name.partition(".")[0] for name in modules}
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
-    return {name: version for name, version in versions.items() if isinstance(version, str)}
-
-
-def _own_file(module: ModuleType) -> Path | None:
-    """None for what is installed, and for what has no source."""
-    path = getattr(module, "__file__", None)
-    if not isinstance(path, str) or not path.endswith(".py"):
+    kind = name.removeprefix(TRANSFORMERS)
+    file = find_configuration(kind) if kind != name or name.endswith(".json") else None
+    is_code = ":" in (options.loss or "") or options.input_like is not None
+    is_timed = options.device is None or options.device.partition(":")[0] in ("cpu", "cuda")
+    if is_code or not is_timed or not (file or may_name(name)):
         return None
-    file = Path(path).resolve()
-    if _INSTALLED.intersection(file.parts) or any(file.is_relative_to(folder) for folder in _VERSIONED):
-        return None
-    return file
+    chosen = {key: value for key, value in vars(options).items() if key not in _NOT_OF_A_KEY}
+    content = [
+        name if file or kind != name else name.lower(),
+        None if file is None else file.read_text(encoding="utf-8", errors="replace"),
+        chosen,
+        [_version(package) for package in _PACKAGES],
+        environment(),
+        _devices(),
+        process_state(),
+    ]
+    return sha256(json.dumps(content, sort_keys=True, default=repr))
 
 
-def _imported(tree: ast.Module, module: ModuleType) -> Iterator[str]:
-    """Names of what a file imports anywhere, modules and what may be one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
-        elif isinstance(node, ast.ImportFrom):
-            with suppress(ImportError):
-                relative = "." * node.level + (node.module or "")
-                base = importlib.util.resolve_name(relative, getattr(module, "__package__", None))
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
-# The cache: finished profiles and the journals of unfinished ones, in a folder of the user's.
-#
-# Both are found by what was measured (see `fingerprint`), never by a name.
+def _devices() -> list[str]:
+    """The processor and all GPUs with their driver, as Linux tells without torch."""
+    texts = []
+    for file in (*Path("/proc/driver/nvidia").glob("gpus/*/information"), Path("/proc/cpuinfo")):
+        with suppress(OSError):
+            lines = file.read_text(errors="replace").splitlines()
+            texts += [line for line in lines if re.match(r"(?i)model|(gpu|bus|gpu uuid)\b", line)]
+    with suppress(OSError):
+        texts.append(Path("/proc/driver/nvidia/version").read_text(errors="replace"))
+    return sorted(set(texts))
+
+
+def _own_files() -> list[str]:
+    return sorted(map(str, Path(__file__).parent.rglob("*.py")))
+
+
+def _stamps(files: Sequence[str]) -> dict[str, list[int]]:
+    """By file, when it was changed, and its bytes; a file that is gone is left out."""
+    stamps = {}
+    for file in files:
+        with suppress(OSError):
+            stat = Path(file).stat()
+            stamps[file] = [stat.st_mtime_ns, stat.st_size]
+    return stamps
+
+
+def _library_files() -> list[str]:
+    """The files that the libraries of models have loaded by now."""
+    modules = [(name.partition(".")[0], module) for name, module in sys.modules.items()]
+    files = [getattr(module, "__file__", None) for top, module in modules if top in _PACKAGES[2:4]]
+    return sorted({file for file in files if isinstance(file, str)})
+
+
+# Finished profiles and the journals of unfinished ones are found by what was measured (see `fingerprint`).
+# A model that its name determines also has a link, from the key of its name to that key: with it a profile is
+# found without the model. The link holds the files of the library, which may have been edited.
 
 SUPERUSER = 0
 
@@ -299,6 +164,19 @@ def cache_folder() -> Path:
     return cache
 
 
+def check_micro_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
+    if sizes is None:
+        return None
+    several = not isinstance(sizes, str) and isinstance(sizes, Collection) and len(sizes) > 0
+    if not several or not all(map(is_positive, sizes)):
+        raise UsageError(
+            f"micro_batch_sizes={sizes!r}: whole numbers of at least 1 are needed",
+            "As in micro_batch_sizes=(1, 2, 4, 8).",
+        )
+    return tuple(sorted(set(map(int, sizes))))
+
+
 class Request(Record):
     """How much of a model was to be measured."""
 
@@ -308,10 +186,36 @@ class Request(Record):
     parts: bool
     memory_bytes: int | None
 
+    @classmethod
+    def of(
+        cls,
+        options: ProfileOptions,
+        rounds: int | None = None,
+        *,
+        parts: bool = True,
+        memory_bytes: int | None = None,
+    ) -> Self:
+        """What the options ask for, and the limits that only Python's callers give."""
+        return cls(
+            sizes=check_micro_batch_sizes(options.micro_batch_sizes),
+            budget_seconds=options.budget_seconds,
+            rounds=rounds,
+            parts=parts,
+            memory_bytes=memory_bytes,
+        )
+
     def answers(self, other: Request) -> bool:
         """Whether what was measured for this is good enough for `other`: the same, and no longer."""
         longer = other.budget_seconds > self.budget_seconds and other.rounds is None
         return not longer and self == other.model_copy(update={"budget_seconds": self.budget_seconds})
+
+
+class _Link(Record):
+    """Where the profile of a model is that its name determines."""
+
+    key: str
+    files: dict[str, list[int]]
+    entry: dict[str, Any]
 
 
 class StoredProfile(Profile):
@@ -333,11 +237,14 @@ class ProfileCache:
     resume: bool = False
     remark: Callable[[str], None] = lambda _: None
 
+    link: str | None = None
+    """The key of the model's name, under which what is kept is found too."""
+
     @classmethod
-    def of_user(cls, *, cache: bool, resume: bool, remark: Callable[[str], None] | None) -> ProfileCache:
+    def of_user(cls, options: ProfileOptions, remark: Callable[[str], None] | None) -> Self:
         """In the user's folder, which is made; to resume is to keep."""
         tell = remark or (lambda _: None)
-        if not (cache or resume):
+        if not (options.cache or options.resume):
             return cls(None)
         try:
             folder = cache_folder()
@@ -345,42 +252,41 @@ class ProfileCache:
         except (OSError, RuntimeError) as error:
             tell(f"Nothing is kept for a later run: {error}")
             return cls(None)
-        return cls(folder, resume, tell)
+        return cls(folder, options.resume, tell)
 
-    def profile(
-        self,
-        subject: MeasurementTarget,
-        request: Request,
-        measure: Callable[[Journal | None], Profile],
-        *,
-        way: str = "",
+    def find_named(self, request: Request) -> Profile | None:
+        """Return the profile that the link leads to, None where there is none that answers the request."""
+        if self.folder is None or self.link is None:
+            return None
+        try:
+            path = self._link_path
+            link = _Link.model_validate_json(read_text(path, "profile"))
+            is_same = _is_own(path) and _stamps([*link.files]) == link.files
+        except (FileError, OSError, ValueError):
+            return None
+        return self._stored(link.key, request, link.entry) if is_same else None
+
+    def find(self, key: str, request: Request, loaded: LoadedModel) -> Profile | None:
+        """Return the profile of this key, with the model's name; None where none answers the request."""
+        if self.folder is None:
+            return None
+        entry = {"model": loaded.name, "classes": loaded.classes, "settings": loaded.settings_in_json}
+        profile = self._stored(key, request, entry)
+        if profile is not None:
+            self._write_link(key, profile)
+        return profile
+
+    def keep(
+        self, key: str, request: Request, layers: int | None, measure: Callable[[Journal | None], Profile]
     ) -> Profile:
-        """The one that is kept, or what `measure` makes.
-
-        `way`: another way of measuring the same, of which there is no journal.
-        """
+        """Return what `measure` makes, and keep it; `layers`: of the journal. None: there is no journal."""
         if self.folder is None:
             return measure(None)
-        key = fingerprint(subject) + way
-        path = self.folder / f"{key}.profile.json"
-        stored = self._stored(path, request)
-        if stored is not None:
-            loaded = subject.loaded
-            entry = {
-                "model": loaded.name,
-                "classes": loaded.classes,
-                "settings": loaded.settings_in_json,
-            }
-            return stored.model_copy(update=entry)
-        if way:
-            profile = measure(None)
-            self._store(path, profile, request)
-            return profile
-        journal = self._journal(self.folder / f"{key}.journal", key, len(subject.chain))
+        journal = None if layers is None else self._journal(self.folder / f"{key}.journal", key, layers)
         done = False
         try:
             profile = measure(journal)
-            self._store(path, profile, request)
+            self._store(key, profile, request)
             done = True
         finally:
             if journal is not None and (done or not journal.is_worth_keeping):
@@ -389,8 +295,9 @@ class ProfileCache:
                 journal.close()
         return profile
 
-    def _stored(self, path: Path, request: Request) -> Profile | None:
+    def _stored(self, key: str, request: Request, entry: dict[str, Any]) -> Profile | None:
         """What cannot be read, was edited, or is of another user, counts as not there."""
+        path = self._path(key)
         try:
             text = read_text(path, "profile")
             if not is_unchanged(text) or not _is_own(path):
@@ -402,9 +309,13 @@ class ProfileCache:
         if not stored.request.answers(request) or misses_whole(profile):
             return None
         self.remark(f"Taken from the cache of {profile.made_by.time}; `cache=False` measures anew")
-        return profile
+        return profile.model_copy(update=entry)
 
     def _journal(self, path: Path, key: str, layers: int) -> Journal | None:
+        import filelock
+
+        from .journal import Journal
+
         try:
             journal = Journal.open(path, key, layers, resume=self.resume)
         except filelock.Timeout:
@@ -424,7 +335,7 @@ class ProfileCache:
             )
         return journal
 
-    def _store(self, path: Path, profile: Profile, request: Request) -> None:
+    def _store(self, key: str, profile: Profile, request: Request) -> None:
         """Not where the layers do not add up to the model: measuring again may do better."""
         if misses_whole(profile):
             self.remark(
@@ -432,12 +343,31 @@ class ProfileCache:
             )
             return
         stored = StoredProfile.model_validate({**profile.model_dump(by_alias=True), "request": request})
+        if self._write(self._path(key), stored.to_json()):
+            self._write_link(key, profile)
+
+    def _write_link(self, key: str, profile: Profile) -> None:
+        if self.link is not None:
+            entry = {name: getattr(profile, name) for name in ("model", "classes", "settings")}
+            link = _Link(key=key, files=_stamps(_library_files()), entry=entry)
+            self._write(self._link_path, link.model_dump_json())
+
+    def _write(self, path: Path, text: str) -> bool:
         with suppress(OSError):
-            path.unlink()  # It was no profile that could be taken.
+            path.unlink()  # It was none that could be taken.
         try:
-            write_whole(path, stored.to_json(), force=True)
+            write_whole(path, text, force=True)
         except FileError as error:
             self.remark(f"Not put into the cache: {error.what}")
+            return False
+        return True
+
+    def _path(self, key: str) -> Path:
+        return (self.folder or Path()) / f"{key}.profile.json"
+
+    @property
+    def _link_path(self) -> Path:
+        return (self.folder or Path()) / f"{self.link}.link.json"
 
 
 def _is_own(path: Path) -> bool:

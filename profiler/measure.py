@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -19,6 +18,7 @@ from .build_profile import build_profile
 from .cache import ProfileCache, Request
 from .clocks import Clock, clock_for
 from .estimate import AnalyticTarget, estimate
+from .fingerprint import fingerprint
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
@@ -28,7 +28,7 @@ from .profile_file import Interrupted, Profile, Unmeasured
 from .profile_options import ProfileOptions
 from .segments import SegmentedSweep
 from .size_run import release
-from .size_sweep import Progress, SizeSweep, WholeSweep, check_micro_batch_sizes, host_note
+from .size_sweep import Progress, SizeSweep, WholeSweep, host_note
 from .structure import SIZES, all_different, as_on_the_cpu, count_structure, find_equal_layers
 from .trial import experts_on_meta
 from .user_model import DoesNotFit, LoadedModel, fixed_seed
@@ -48,6 +48,8 @@ class MeasurementLimits:
     remark: Callable[[str], None] = lambda _: None
     begun: float = 0.0
     """By the clock; loading is before it."""
+    key: str = ""
+    """Of the cache."""
 
     @property
     def smallest(self) -> int:
@@ -66,6 +68,7 @@ def profile_model(
     clock: Clock | None = None,
     estimate_for: AnalyticTarget | None = None,
     remark: Callable[[str], None] | None = None,
+    name_key: str | None = None,
 ) -> Profile:
     """Measures every layer of `model`, and the whole model, at several micro-batch sizes.
 
@@ -73,7 +76,8 @@ def profile_model(
     in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
     left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
     too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
-    kept, and of a budget that the smallest size exceeds.
+    kept, and of a budget that the smallest size exceeds. `name_key`: of a model that its name determines (see
+    `cache.name_key`), with which a later run finds the profile without the model.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
     are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
@@ -85,7 +89,7 @@ def profile_model(
     settings = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_limits(rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(settings.micro_batch_sizes)
+    request = Request.of(settings, rounds, parts=parts, memory_bytes=memory_bytes)
     place = parse_device(settings.device if estimate_for is None else "meta")
     modes = Modes(
         compile=settings.compile,
@@ -94,7 +98,7 @@ def profile_model(
         tf32=settings.tf32,
         cudnn_benchmark=settings.cudnn_benchmark,
     )
-    passing = modes if estimate_for is None else dataclasses.replace(modes, tf32=False, cudnn_benchmark=False)
+    passing = modes if estimate_for is None else replace(modes, tf32=False, cudnn_benchmark=False)
     passing.check(place)
     setup = Setup(
         device=place,
@@ -107,26 +111,23 @@ def profile_model(
         clock=clock or clock_for(place),
         verify_seconds=_VERIFYING * settings.budget_seconds if rounds is None else inf,
     )
-    may_cache = place.type != "meta"
-    profile_cache = ProfileCache.of_user(
-        cache=settings.cache and may_cache, resume=settings.resume and may_cache, remark=remark
-    )
+    clock_start = setup.clock.now()
+    profile_cache = ProfileCache(None) if place.type == "meta" else ProfileCache.of_user(settings, remark)
     limits = MeasurementLimits(
-        Request(
-            sizes=sizes,
-            budget_seconds=settings.budget_seconds,
-            rounds=rounds,
-            parts=parts,
-            memory_bytes=memory_bytes,
-        ),
+        request,
         progress,
         estimate_for,
-        profile_cache,
+        replace(profile_cache, link=name_key),
         remark or (lambda _: None),
-        setup.clock.now(),
+        clock_start,
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
+        if profile_cache.folder is not None:
+            limits = replace(limits, key=fingerprint(loaded, setup))
+            kept = limits.profile_cache.find(limits.key, request, loaded)
+            if kept is not None:
+                return kept
         return _measured(loaded, setup, limits)
 
 
@@ -168,15 +169,23 @@ def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Pro
 
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures with only a part of the weights on the device at a time. This keeps no journal."""
+    limits = replace(limits, key=f"{limits.key}-segments")
+    kept = limits.profile_cache.find(limits.key, limits.request, loaded)
+    if kept is not None:
+        return kept
     subject = build_target(loaded, setup, limits.smallest, host=True)
     free = partial(_usable_bytes, setup.device, limits.request.memory_bytes)
-    return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
+    return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), journal=False)
 
 
 def _sweep_profile(
-    subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
+    subject: MeasurementTarget,
+    limits: MeasurementLimits,
+    kind: Callable[..., SizeSweep[Any]],
+    *,
+    journal: bool = True,
 ) -> Profile:
-    """The profile, from the cache or measured. Raises Interrupted."""
+    """The profile, measured and kept. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (
@@ -204,7 +213,8 @@ def _sweep_profile(
             raise Interrupted(profile)
         return profile
 
-    return limits.profile_cache.profile(subject, limits.request, measure, way=way)
+    layers = len(subject.chain) if journal else None
+    return limits.profile_cache.keep(limits.key, limits.request, layers, measure)
 
 
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:

@@ -10,7 +10,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
+from ..cost_models.quantities import is_positive
 from .layer_sequential import model_name
 from .losses import import_function
 from .names import TRANSFORMERS, may_name, quote_name, refuse_unknown_name, unknown_name
@@ -345,11 +345,6 @@ def from_module(module: nn.Module, example_input: object, *, name: str | None = 
         raise ModelError(f"the model is a {type(module).__name__}", "Give a torch.nn.Module.")
     name = name or model_name(module)
     return LoadedModel(module, name, ModelInput.of(example_input, name))
-
-
-def is_positive(number: object) -> bool:
-    """Whether it is a whole number of at least 1, of Python's or of numpy's."""
-    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 1
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

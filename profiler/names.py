@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
@@ -48,6 +50,7 @@ def refuse_unknown_name(name: str) -> None:
             f"model {name!r}: a module and a factory are needed around the colon",
             "Name it as package.module:factory.",
         )
+    importlib.invalidate_caches()
     names = list_torchvision_names()
     if colon or name.lower() in names:
         return
@@ -85,7 +88,7 @@ def _refuse_module(name: str) -> None:
     Raises:
         ModelError: There is such a module.
     """
-    if (source := _find_source(name)) is None:
+    if (source := find_source(name)) is None:
         return
     file, module, factory = source
     callables = _callables(file)
@@ -102,11 +105,10 @@ def _refuse_module(name: str) -> None:
     )
 
 
-def _find_source(name: str) -> tuple[Path, str, str] | None:
+def find_source(name: str) -> tuple[Path, str, str] | None:
     """The file of the longest part of a dotted name that is a module, that part, and what follows it."""
     source, parts = None, name.split(".")
     folders: Sequence[str] | None = [str(Path.cwd()), *sys.path]
-    importlib.invalidate_caches()
     for end in range(1, len(parts) + 1 if all(map(str.isidentifier, parts)) else 0):
         module = ".".join(parts[:end])
         spec = PathFinder.find_spec(module, folders)
@@ -161,6 +163,50 @@ def unknown_name(name: str, names: Collection[str]) -> ModelError:
         (f"Did you mean {either(near)}? " if near else "")
         + "A model of your own is named package.module:factory, one of transformers hf:NAME.",
     )
+
+
+# Configurations of transformers' models: files, and what huggingface_hub has downloaded before.
+
+
+def find_configuration(name: str) -> Path | None:
+    """Find the config.json that a name leads to.
+
+    Args:
+        name: A file, the folder that holds it, or the name of a hub's model.
+
+    Returns:
+        The file, or None: there is none, here or in the local cache of huggingface_hub.
+    """
+    path = Path(name)
+    if not (path.exists() if reads_as_path(name) else (path / "config.json").is_file()):
+        return _downloaded_before(name)
+    return path / "config.json" if path.is_dir() else path
+
+
+def reads_as_path(name: str) -> bool:
+    """Return whether a configuration's name is that of a file or folder, and not a model type."""
+    return "/" in name or "\\" in name or name.endswith(".json")
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloads, by the environment variables that it reads."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(cache)).expanduser()
+
+
+def _downloaded_before(name: str) -> Path | None:
+    """The configuration of a hub's model (`owner/model`, or `model`) in the local cache of huggingface_hub:
+    that of its branch main, or else the newest."""
+    if re.fullmatch(r"([\w.-]+/)?[\w.-]+", name) is None:
+        return None
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    with suppress(OSError, ValueError):
+        file = folder / "snapshots" / (folder / "refs" / "main").read_text().strip() / "config.json"
+        if file.is_file():
+            return file
+    files = [file for file in folder.glob("snapshots/*/config.json") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 # Which model is built again for a profile. A file may name those of torchvision and transformers, by names

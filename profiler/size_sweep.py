@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..cost_models.errors import ModelError, UsageError
+from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .flow import ShapeDependsOnBatch
 from .gpu_state import GpuRecord, GpuState, read_gpu_state
 from .local_machine import free_host_bytes
 from .measurement_target import MeasurementTarget
-from .models import is_positive
 from .passes import time_gradient_adding
 from .profile_file import Unmeasured
 from .size_run import FEWEST_PASSES, FIRST_PASSES, SizeResult, SizeRun, release
@@ -284,19 +283,6 @@ def list_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail:
 def seconds_text(seconds: float, whole: Callable[[float], int] = round) -> str:
     """Seconds as text: whole from 10 on, with two digits below."""
     return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
-
-
-def check_micro_batch_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Micro-batch sizes, ascending and each once; None where the user names none. Raises UsageError."""
-    if sizes is None:
-        return None
-    several = not isinstance(sizes, str) and isinstance(sizes, Collection) and len(sizes) > 0
-    if not several or not all(map(is_positive, sizes)):
-        raise UsageError(
-            f"micro_batch_sizes={sizes!r}: whole numbers of at least 1 are needed",
-            "As in micro_batch_sizes=(1, 2, 4, 8).",
-        )
-    return tuple(sorted(set(map(int, sizes))))
 
 
 # Sizes of a model that fits on its device whole: first rounds of each, then more where they vary most.

@@ -8,7 +8,6 @@ import difflib
 import importlib
 import json
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from ..cost_models.text_files import read_text
 from .configuration import ConfigurationChanges, configured_size, key_names, key_value, open_keys, size_keys
 from .local_machine import free_host_bytes
 from .made_up_inputs import InputMaker
+from .names import find_configuration, hub_cache, reads_as_path
 from .torch_private import child_modules
 from .user_model import LoadedModel, ModelInput, at_user_line, first_line, fixed_seed, is_out_of_memory
 
@@ -247,27 +247,6 @@ def _build_configuration(family: Any, values: Mapping[str, Any], name: str) -> A
         ) from error
 
 
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads, by the environment variables that it reads."""
-    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(os.path.expandvars(cache)).expanduser()
-
-
-def _downloaded_before(name: str) -> Path | None:
-    """The configuration of a hub's model (`owner/model`, or `model`) in the local cache of huggingface_hub:
-    that of its branch main, or else the newest."""
-    if re.fullmatch(r"([\w.-]+/)?[\w.-]+", name) is None:
-        return None
-    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
-    with contextlib.suppress(OSError, ValueError):
-        file = folder / "snapshots" / (folder / "refs" / "main").read_text().strip() / "config.json"
-        if file.is_file():
-            return file
-    files = [file for file in folder.glob("snapshots/*/config.json") if file.is_file()]
-    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
-
-
 def _is_hub_name(name: str) -> bool:
     """Whether it reads as `owner/model`, and not as a path."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not name.endswith(".json")
@@ -275,21 +254,17 @@ def _is_hub_name(name: str) -> bool:
 
 def _file_values(name: str) -> dict[str, Any] | None:
     """What a config.json says; None where `name` is no path, nor in the hub's cache. Raises FileError."""
-    path = Path(name)
-    looks = "/" in name or "\\" in name or name.endswith(".json")
-    if not (path.exists() if looks else (path / "config.json").is_file()):
-        downloaded = _downloaded_before(name)
-        if downloaded is None and not looks:
+    if (file := find_configuration(name)) is None:
+        if not reads_as_path(name):
             return None
-        if downloaded is None and _is_hub_name(name) and not Path(name).parent.exists():
+        if _is_hub_name(name) and not Path(name).parent.exists():
             raise FileError(
                 f"hf:{name}: there is no such file, and its configuration is not in the hub's local cache "
-                f"{_hub_cache()}",
+                f"{hub_cache()}",
                 "Nothing is downloaded from a hub: take its config.json from there yourself, and name "
                 "it as hf:./config.json.",
             )
-        path = downloaded or path
-    file = path / "config.json" if path.is_dir() else path
+        file = Path(name)
     try:
         values = json.loads(read_text(file, "configuration"))
     except FileError as error:

@@ -11,6 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.arguments import describe_options, options_from
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
+from ..profiler.cache import ProfileCache, Request, name_key
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.names import refuse_unknown_name
 from ..profiler.profile_file import Profile
@@ -73,15 +74,21 @@ def profile(
     """
     if isinstance(model, str):
         refuse_unknown_name(model)
+    # A model can take long to build: what is refused anyway is refused before.
+    profile_options, sharing = options_from(options, ProfileOptions, TensorParallelOptions, of="profile")
+    for name, callback in {"progress": progress, "remark": remark}.items():
+        arguments.function(name, callback)
+    key = None
+    if isinstance(model, str) and example_input is None and sharing.tensor_parallel is None:
+        key = name_key(model, profile_options)
+        kept = replace(ProfileCache.of_user(profile_options, remark), link=key)
+        if (profile := kept.find_named(Request.of(profile_options))) is not None:
+            return profile
     _require_torch()
     from ..profiler.estimate import parse_analytic_device
     from ..profiler.local_machine import parse_device, parse_dtype
     from ..profiler.measure import profile_model
 
-    # A model can take long to build: what is refused anyway is refused before.
-    profile_options, sharing = options_from(options, ProfileOptions, TensorParallelOptions, of="profile")
-    for name, callback in {"progress": progress, "remark": remark}.items():
-        arguments.function(name, callback)
     target = parse_analytic_device(profile_options.device, profile_options.calibrate)
     parse_device("meta" if target is not None else profile_options.device)
     if profile_options.dtype is not None:
@@ -99,6 +106,7 @@ def profile(
         progress=progress,
         estimate_for=target,
         remark=remark,
+        name_key=key,
     )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pplan
 from pplan.cost_models.arguments import list_declarations
 from pplan.cost_models.text_files import add_hash
 from pplan.profiler import cache
@@ -138,7 +140,11 @@ def test_settings_and_code_of_the_users_modules_count(monkeypatch: pytest.Monkey
     other = made()
     other[1].factor = 3.0  # type: ignore[index]
     assert not is_hit(kept(other)[1])
-    monkeypatch.setattr("inspect.getsource", lambda made: f"other code of {made.__name__}")
+    monkeypatch.setattr(Doubles, "factor", 4.0)
+    assert not is_hit(kept(made())[1])
+    monkeypatch.setattr(Doubles, "factor", 2.0)
+    assert is_hit(kept(made())[1])
+    monkeypatch.setattr(Doubles, "forward", nn.Identity.forward)
     assert not is_hit(kept(made())[1])
 
 
@@ -374,6 +380,100 @@ def test_functions_in_other_files_of_the_users_count(tmp_path: Path, monkeypatch
     assert is_hit(kept(imported(tmp_path, **changed))[1])
 
 
+REGISTERED = """
+from torch import nn
+import own_registry, own_settings
+class Scales(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+    def forward(self, given):
+        for _ in range(self.config.times):
+            given = own_registry.FUNCTIONS["scale"](given) + own_settings.OFFSET
+        return given
+def build():
+    import types, own_functions
+    return nn.Sequential(nn.Linear(4, 4), Scales(types.SimpleNamespace(times=2)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "now"),
+    [
+        ("own_functions", "* 2", "* 3"),
+        ("own_settings", "OFFSET = 1", "OFFSET = 2"),
+        ("own_model", "times=2", "times=3"),
+    ],
+)
+def test_what_forward_reaches_by_globals_and_attributes_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, before: str, now: str
+) -> None:
+    """A registry, a number in another file, and a configuration that the module holds."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    files = {
+        "own_registry": "FUNCTIONS = {}\n",
+        "own_settings": "OFFSET = 1\n",
+        "own_functions": "import own_registry\nown_registry.FUNCTIONS['scale'] = lambda given: given * 2\n",
+        "own_model": REGISTERED,
+    }
+    kept(imported(tmp_path, **files))
+    assert is_hit(kept(imported(tmp_path, **files))[1])
+    changed = files | {file: files[file].replace(before, now)}
+    assert not is_hit(kept(imported(tmp_path, **changed))[1])
+
+
+def test_a_value_that_is_set_in_another_module_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {"own_registry": "FUNCTIONS = {'scale': lambda given: given}\n", "own_settings": "OFFSET = 1\n"}
+    layers = imported(tmp_path, **files, own_functions="", own_model=REGISTERED)
+    kept(layers)
+    sys.modules["own_settings"].OFFSET = 5
+    assert not is_hit(kept(layers)[1])
+
+
+NAMED: dict[str, Any] = {"input_shape": (3, 64, 64), "micro_batch_sizes": [1], "device": "cpu", "cache": True}
+
+
+def test_a_model_by_name_is_found_without_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pplan.profile("squeezenet1_1", **NAMED, budget_seconds=1)
+    said: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr("pplan.api.profiles._load_subject", None)
+        assert pplan.profile("SqueezeNet1_1", **NAMED, budget_seconds=1, remark=said.append) == first
+        assert is_hit(said)
+        for other in ({"classes": 2}, {"seed": 1}, {"loss": "mse"}, {"micro_batch_sizes": [2]}):
+            with pytest.raises(TypeError, match="not callable"):
+                pplan.profile("squeezenet1_1", **{**NAMED, **other}, budget_seconds=1)
+    # A file of the library was edited since: the model is built, and found by its modules.
+    (link,) = own_cache.glob("*.link.json")
+    content = json.loads(link.read_text())
+    content["files"][next(iter(content["files"]))][0] -= 1
+    link.write_text(json.dumps(content))
+    with monkeypatch.context() as patched:
+        patched.setattr("pplan.api.profiles._load_subject", None)
+        with pytest.raises(TypeError, match="not callable"):
+            pplan.profile("squeezenet1_1", **NAMED, budget_seconds=1)
+    assert pplan.profile("squeezenet1_1", **NAMED, budget_seconds=1) == first
+
+
+@pytest.mark.slow
+def test_a_hit_by_name_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, pplan\nfrom pplan.profiler import cache\ncache.misses_whole = lambda _: False\n"
+        "pplan.profile('squeezenet1_1', input_shape=(3, 64, 64), micro_batch_sizes=[1], device='cpu',"
+        " cache=True, budget_seconds=1)\nprint('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PPLAN_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)
+    ]
+    assert [run.stdout for run in runs] == ["True\n", "False\n"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -415,7 +515,11 @@ def test_a_profile_whose_layers_miss_the_model_is_measured_again(
     own_cache: Path, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "misses_whole", misses_whole)
-    layers, plain = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), LayerStamps.times
+    plain = LayerStamps.times
+
+    def measured() -> tuple[Profile, list[str]]:
+        new_clock = type(clock)()
+        return kept(nn.Sequential(*(takes(new_clock, 1, 2) for _ in range(2))), clock=new_clock)
 
     def missing_half(stamps: LayerStamps) -> Any:
         times = plain(stamps)
@@ -423,16 +527,16 @@ def test_a_profile_whose_layers_miss_the_model_is_measured_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(LayerStamps, "times", missing_half)
-        profile, said = kept(layers, clock=clock)
+        profile, said = measured()
     assert profile.whole[0].closing_ratio == pytest.approx(0.5)
     assert said == [
         "Not put into the cache, a later run measures anew: the layers do not add up to the model"
     ]
     assert not list(own_cache.glob("*.profile.json"))
-    whole, said = kept(layers, clock=clock)
+    whole, said = measured()
     assert (said, whole.whole[0].closing_ratio) == ([], 1.0)
     # One that an earlier version kept is not taken either.
     (file,) = own_cache.glob("*.profile.json")
     write_with_hash(file, file.read_text().replace('"closing_ratio": 1.0', '"closing_ratio": 0.67'))
-    assert not is_hit(kept(layers, clock=clock)[1])
-    assert is_hit(kept(layers, clock=clock)[1])
+    assert not is_hit(measured()[1])
+    assert is_hit(measured()[1])

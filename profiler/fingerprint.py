@@ -1,0 +1,356 @@
+"""What decides how a model computes and how fast, as a key: its modules, its code, the conditions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..cost_models.text_files import sha256
+from .cache import environment, process_state
+from .layer_sequential import storage_aliases
+from .local_machine import device_memory_bytes, device_name, versions
+from .losses import load_loss
+from .measurement_target import Setup, dtype_for
+from .names import find_source
+from .torch_private import tree_flatten
+from .user_model import LoadedModel
+
+_HERE = Path(__file__).resolve().parents[1]
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, whichever environments are stacked."""
+_VERSIONED = (
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
+    *(_HERE / folder for folder in ("pplan", "profiler", "runtimes", "planner", "cost_models", "cli")),
+)
+"""Python's own files and pplan's."""
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_TORCH = ("torch", "_operator", "math", "builtins")
+_OF_PROCESS = ("logging", "threading", "_thread", "random", "weakref", "_weakref")
+"""Packages whose objects hold what is another thing in every process."""
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+_DEEPEST, _LONGEST = 8, 1000
+"""Of what a module holds: levels, and entries of a collection, of which the first and the last count else."""
+_MOST_VALUES = 4096
+"""Elements of a buffer of whole numbers, which may be sizes or choices."""
+
+
+def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
+    """Compute the key of a profile: SHA-256 of all that decides what it holds, but for chance.
+
+    The model is not traced. Of it count its modules with their settings and source code, parameters and
+    buffers by shape and dtype, and how it is to be cut; of code the files of its classes and functions, all
+    files of the user's that these import, also where they are imported when forward runs, and the globals
+    that these use; of the conditions input, dtype, device, modes, loss, seed, threads, versions. Neither the
+    model's name nor a value of its weights or of its input counts.
+
+    Args:
+        loaded: The model and its input.
+        setup: How it is to be measured.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        UsageError, ModelError: The dtype or the loss is unknown, or a tensor cannot be measured.
+    """
+    code = _Code()
+    loss = load_loss(setup.loss, setup.seed)
+    model = loaded.module
+    content = {
+        "modules": [[path, *code.module(part)] for path, part in model.named_modules(remove_duplicate=False)],
+        "tensors": _tensors(model),
+        "aliases": storage_aliases(model),
+        "cuts": [setup.granularity, setup.keep_together],
+        "loss": None if loss is None else [loss.name, code.value(loss.function)],
+        **_input(loaded, setup),
+        "device": [setup.device.type, device_name(setup.device), device_memory_bytes(setup.device)],
+        "modes": repr(setup.modes),
+        "seed": setup.seed,
+        "versions": versions().model_dump(exclude={"time", "command"}),
+        "environment": environment(),
+        "process": process_state(),
+        "code": code.files(),
+    }
+    # Addresses are others in every process.
+    return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(content, sort_keys=True)))
+
+
+def _tensors(model: nn.Module) -> list[list[Any]]:
+    """Parameters and buffers, by all their names; one that is shared is told from two alike."""
+    numbers: dict[int, int] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    kinds = {path: type(part).__module__ for path, part in model.named_modules(remove_duplicate=False)}
+    rows = []
+    for name, tensor in named:
+        row = [name, numbers.setdefault(id(tensor), len(numbers)), *_tensor(tensor)]
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+        own = not kinds.get(name.rpartition(".")[0], "").startswith("torch.")
+        if own and is_whole and tensor.numel() <= _MOST_VALUES:
+            row.append(tensor.tolist())
+        rows.append(row)
+    return rows
+
+
+def _tensor(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
+
+
+def _input(loaded: LoadedModel, setup: Setup) -> dict[str, Any]:
+    """Shapes of two samples, dtypes, and what else forward is given."""
+    dtype, _ = dtype_for(loaded, setup.dtype)
+    example = loaded.example_input_for(2).to(dtype=dtype)
+    leaves, form = tree_flatten((example.args, example.kwargs))
+    tensors = [
+        [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+    ]
+    return {"input": tensors, "form": str(form), "dtype": str(dtype)}
+
+
+class _Code:
+    """The code that the values it is shown are made of, and their settings."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        """Python modules."""
+        self._kinds: dict[type, list[Any]] = {}
+        self._done: dict[int, tuple[object, object]] = {}
+        """By identity: an object, which is kept alive, and its description."""
+        self._depth = 0
+
+    def module(self, module: nn.Module) -> list[Any]:
+        """Class, settings and source of a module; torch's own are of torch's version."""
+        # Hooks are numbered through the process.
+        settings = {
+            name: self.value(list(value.values()) if "hooks" in name and isinstance(value, dict) else value)
+            for name, value in vars(module).items()
+            if name not in _REGISTERED
+        }
+        graph = module.code if isinstance(module, fx.GraphModule) else ""
+        return [self._kind(type(module)), module.extra_repr(), settings, graph]
+
+    def value(self, value: object) -> object:
+        """Plain values as they are, functions by their code, other things by what they hold."""
+        if isinstance(value, _SIMPLE):
+            return repr(value)
+        if id(value) not in self._done:
+            self._done[id(value)] = value, "..."
+            if self._depth < _DEEPEST:
+                self._depth += 1
+                self._done[id(value)] = value, self._described(value)
+                self._depth -= 1
+        return self._done[id(value)][1]
+
+    def _described(self, value: Any) -> object:
+        if isinstance(value, nn.Module):
+            return self._kind(type(value))
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if isinstance(value, Mapping):
+            return [self.value(one) for pair in [*value.items()][:_LONGEST] for one in pair]
+        if isinstance(value, tuple | list):
+            ends = value if len(value) <= _LONGEST else (value[0], len(value), value[-1])
+            return [self.value(one) for one in ends]
+        if isinstance(value, set | frozenset):
+            return sorted(json.dumps(self.value(one)) for one in value)
+        if isinstance(value, functools.partial):
+            return [self.value(value.func), self.value(value.args), self.value(value.keywords)]
+        if isinstance(value, MethodType):
+            return [self.value(value.__func__), self.value(value.__self__)]
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._kind(value)
+        if isinstance(value, ModuleType) or type(value).__module__.partition(".")[0] in _OF_PROCESS:
+            return type(value).__qualname__
+        settings = vars(value) if hasattr(value, "__dict__") else {}
+        return [self._kind(type(value)), getattr(value, "__qualname__", ""), self.value(settings)]
+
+    def _kind(self, kind: type) -> list[Any]:
+        """A class by its name, with its plain attributes and the functions that are from no file of its."""
+        if kind not in self._kinds:
+            self._kinds[kind] = description = [kind.__module__, kind.__qualname__]
+            for base in kind.__mro__:
+                self._names[base.__module__] = None
+                description += [
+                    [name, self.value(value)]
+                    for name, value in vars(base).items()
+                    if (isinstance(value, _SIMPLE) and not name.startswith("__") and not _is_of_torch(base))
+                    or (isinstance(value, FunctionType) and _is_put_into(value, base))
+                ]
+        return self._kinds[kind]
+
+    def _function(self, function: FunctionType) -> list[Any]:
+        """Name, code and enclosed values; what was typed into an interpreter with the globals it uses."""
+        if _is_of_torch(function):
+            return [function.__module__, function.__qualname__]
+        self._names[function.__module__] = None
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        held = [self.value(own) for own in (cells, function.__defaults__, function.__kwdefaults__)]
+        used = _names_of(function.__code__) if _is_typed(function.__module__) else ()
+        globals_used = [self.value(function.__globals__.get(name)) for name in sorted(used)]
+        return [function.__qualname__, _code_hash(function.__code__), held, globals_used]
+
+    def files(self) -> dict[str, Any]:
+        """Hashes of the user's files, the globals that they use, and versions of the installed packages."""
+        hashes, used = hash_sources(self._names)
+        own = {name: sys.modules[name] for name in hashes if name in sys.modules}
+        globals_used = {
+            name: {
+                key: self.value(value)
+                for key, value in vars(module).items()
+                if key in used and not key.startswith("__") and getattr(value, "__module__", None) != name
+            }
+            for name, module in own.items()
+        }
+        # The globals may lead to functions and classes of further files.
+        hashes |= hash_sources(self._names)[0]
+        return {
+            "sources": hashes,
+            "globals": globals_used,
+            "variables": {name: value for name, value in os.environ.items() if name in used},
+            "packages": _list_versions(self._names),
+            "installed": _hash_installed(self._names.keys() - hashes.keys()),
+        }
+
+
+def _is_filled(cell: Any) -> bool:
+    with suppress(ValueError):
+        return cell.cell_contents is not None
+    return False
+
+
+def _is_of_torch(definition: Any) -> bool:
+    """Return whether torch's version, or Python's, tells what a class or a function does."""
+    return str(definition.__module__).partition(".")[0] in _OF_TORCH
+
+
+def _is_put_into(function: FunctionType, kind: type) -> bool:
+    """Return whether a function of a class is not in the file of the class."""
+    is_elsewhere = function.__module__ != kind.__module__
+    return (is_elsewhere and not (_is_of_torch(function) and _is_of_torch(kind))) or _is_typed(
+        function.__module__
+    )
+
+
+def _is_typed(module_name: str | None) -> bool:
+    """Return whether the code of a module is in no file: it was typed into an interpreter or a notebook."""
+    return module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+
+
+def _names_of(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+def _code_hash(code: CodeType) -> str:
+    constants = [
+        _code_hash(one)
+        if isinstance(one, CodeType)
+        else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+        for one in code.co_consts
+    ]
+    return sha256(repr([code.co_code.hex(), code.co_names, code.co_varnames, constants]))
+
+
+def hash_sources(modules: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+    """Hash these Python modules and all that they import, as far as they are the user's.
+
+    Installed packages and Python's own modules have versions: they are left out with what they import.
+    Nothing is imported: a module that is not loaded yet, which a function may import, is looked for.
+
+    Args:
+        modules: Names of modules.
+
+    Returns:
+        SHA-256 by the name of each, and all names and words that these files use.
+    """
+    hashes: dict[str, str] = {}
+    used: set[str] = set()
+    pending = list(modules)
+    importlib.invalidate_caches()
+    while pending:
+        name = pending.pop()
+        file = None if name in hashes else _own_file(name)
+        if file is None:
+            continue
+        with suppress(OSError, ValueError, SyntaxError):
+            text = file.read_bytes()
+            hashes[name] = sha256(text)
+            package = name if file.stem == "__init__" else name.rpartition(".")[0]
+            for node in ast.walk(ast.parse(text)):
+                pending += _imported(node, package)
+                used |= set(_words(node))
+    return hashes, used
+
+
+def _list_versions(modules: Iterable[str]) -> dict[str, str]:
+    """What the installed packages of these modules call their versions."""
+    packages = {name.partition(".")[0] for name in modules}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    return {name: version for name, version in versions.items() if isinstance(version, str)}
+
+
+def _hash_installed(modules: Iterable[str]) -> dict[str, str]:
+    """Hashes of files of installed packages, which may have been edited; none of torch."""
+    hashes = {}
+    for name in sorted(modules):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and name.partition(".")[0] not in _OF_TORCH:
+            with suppress(OSError):
+                hashes[name] = sha256(Path(file).read_bytes())
+    return hashes
+
+
+def _own_file(name: str) -> Path | None:
+    """None for what is installed, and for what has no source."""
+    if name in sys.modules:
+        path = getattr(sys.modules[name], "__file__", None)
+    else:
+        package = name.partition(".")[0]
+        if getattr(sys.modules.get(package), "__file__", None) and _own_file(package) is None:
+            return None
+        source = find_source(name)
+        path = str(source[0]) if source is not None and not source[2] else None
+    if not isinstance(path, str) or not path.endswith(".py"):
+        return None
+    file = Path(path).resolve()
+    if _INSTALLED.intersection(file.parts) or any(file.is_relative_to(folder) for folder in _VERSIONED):
+        return None
+    return file
+
+
+def _imported(node: ast.AST, package: str) -> Iterator[str]:
+    """Names of what a statement imports, modules and what may be one."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            parts = alias.name.split(".")
+            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+    elif isinstance(node, ast.ImportFrom):
+        with suppress(ImportError):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Names that are read, and texts, which may be those of environment variables."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+        yield node.id if isinstance(node, ast.Name) else node.attr
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name
