@@ -289,12 +289,14 @@ def _perturb_parameters(model: nn.Module) -> None:
             if parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel():
                 part = 0.02 + 0.01 * (index % 7) / 7
                 flat = parameter.detach().reshape(-1)  # the values themselves, where they are contiguous
-                if flat.any():
-                    flat[::2] *= 1 - part
-                    flat[1::2] *= 1 + part
+                pairs = flat[: flat.numel() // 2 * 2].view(-1, 2)
+                if flat[0] or flat.any():
+                    pairs *= flat.new_tensor([1 - part, 1 + part])
+                    flat[len(pairs) * 2 :] *= 1 - part
                 else:
                     flat[::2], flat[1::2] = -part, part
-                parameter.copy_(flat.reshape(parameter.shape))
+                if flat.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(flat.reshape(parameter.shape))
 
 
 def _change_last_bits(tensor: Tensor, generator: torch.Generator | None) -> None:
@@ -322,6 +324,8 @@ def find_reader(side: SideBySide, layer_names: Sequence[str]) -> str:
 
     Raises whatever the layers raise where they run one after another.
     """
+    if not _runs_own_code(side.model):
+        return ""
     layers = side.layered().layers
     suspects = [index for index, layer in enumerate(layers[1:], 1) if _runs_own_code(layer)]
     if not suspects:

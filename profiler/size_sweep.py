@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 Run = TypeVar("Run", SizeRun, SizeResult)
 _LARGEST = {"cpu": 64, "cuda": 1024}
+_SIZES = 3
+"""So many sizes come before further rounds of the first."""
+_BESIDES_LOADING = 1.25
+"""Where loading and tracing used the budget up, measuring may take a quarter of their seconds."""
 _WARM_SECONDS, _WARM_SHARE = 3.0, 0.1
 """A GPU is warmed up for so long at the most; and so much of the budget."""
 
@@ -160,6 +164,12 @@ class SizeSweep(ABC, Generic[Run]):
         """Seconds of the budget."""
         return self.subject.clock.now() - self._begun
 
+    @property
+    def limit_seconds(self) -> float:
+        """Seconds that may be spent: the budget, or more for the first sizes where loading used it up."""
+        besides = _BESIDES_LOADING * self.earlier_seconds if len(self.runs) < _SIZES else 0.0
+        return max(self.budget_seconds, besides)
+
     def journal_size(self, size: int) -> JournalSize | None:
         """The journal's record of a size, left by an interrupted run."""
         return self.journal.sizes.get(size) if self.journal else None
@@ -187,7 +197,7 @@ class SizeSweep(ABC, Generic[Run]):
 
     def _refuse(self, size: int) -> tuple[str, str] | None:
         """Why `size` is not begun: what it is predicted to cost would not fit."""
-        predicted, left = self.predict_seconds(size), self.budget_seconds - self.spent
+        predicted, left = self.predict_seconds(size), self.limit_seconds - self.spent
         if self.rounds is None and self.predict_seconds(size, least=True) > left:
             return "budget", budget_detail(predicted, left, self.budget_seconds) + self._enough()
         memory = self.memory_detail(size)
@@ -329,19 +339,19 @@ class WholeSweep(SizeSweep[SizeRun]):
     def predict_seconds(self, size: int, *, least: bool = False) -> float:
         last = self.runs[-1]
         rounds = 1 if least and not self.subject.modes.compile else self._first_round_count
-        return self._predict_round(size) * (rounds + last.warm_up_rounds)
+        return self._predict_round(size, self.runs) * (rounds + last.warm_up_rounds)
 
-    def _predict_round(self, size: int) -> float:
+    def _predict_round(self, size: int, runs: Sequence[SizeRun]) -> float:
         """On the line through the last two sizes; no more than in proportion, and no less than the last's.
 
         Where a host launches for longer than its device computes, what it launches does not grow.
         """
-        last = self.runs[-1]
+        last = runs[-1]
         growing = last.rounds.device_share
         most = last.round_seconds * (1 - growing + growing * size / last.size)
-        if len(self.runs) == 1:
+        if len(runs) == 1:
             return most
-        before = self.runs[-2]
+        before = runs[-2]
         slope = (last.round_seconds - before.round_seconds) / (last.size - before.size)
         return min(most, last.round_seconds + max(slope, 0.0) * (size - last.size))
 
@@ -379,7 +389,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         able = [run for run in self._open() if run.size not in self._full and run.round_seconds <= left]
         run = next((run for run in able if self._lacks_first_backward(run, left)), None)
         begins = run is not None
-        run = run or max(able, key=_doubt, default=None)
+        run = run or max(able, key=lambda run: (_doubt(run), -len(run.rounds)), default=None)
         if run is None or (not begins and _doubt(run) < _CERTAIN):
             return False
         self._switch_to(run)
@@ -451,7 +461,7 @@ class WholeSweep(SizeSweep[SizeRun]):
             run.resume(earlier)
         rounds = self._first_round_count
         for number in range(run.rounds_done, rounds):
-            if number and self._ends_budget(run.round_seconds):
+            if number and self._ends_budget(run.round_seconds + self._reserve(run)):
                 break
             self.tell(f"round {number + 1} of {rounds}", size)
             run.round()
@@ -472,7 +482,18 @@ class WholeSweep(SizeSweep[SizeRun]):
     def _ends_budget(self, seconds: float) -> bool:
         """Whether so many more would be past it; not of what is compiled, which cannot be run again later."""
         bounded = self.rounds is None and not self.subject.modes.compile
-        return bounded and self.spent + seconds > self.budget_seconds
+        return bounded and self.spent + seconds > self.limit_seconds
+
+    def _reserve(self, run: SizeRun) -> float:
+        """Seconds kept for one round of each of the next sizes, up to the third, as time allows."""
+        reserve, left = 0.0, self.limit_seconds - self.spent
+        runs = [*self.runs, run]
+        for size in list(self._pending)[1 : 1 + _SIZES - len(runs)]:
+            needed = self._predict_round(size, runs) * (1 + run.warm_up_rounds)
+            if reserve + needed > left:
+                break
+            reserve += needed
+        return reserve
 
     def _tell_exceeded_budget(self, size: int, pass_seconds: float) -> None:
         """Says at once that the smallest size takes longer than the budget, whatever is left out."""
@@ -502,10 +523,15 @@ class WholeSweep(SizeSweep[SizeRun]):
             if self.earlier_seconds
             else ""
         )
-        return (
-            f"micro-batch size {run.size} alone took {seconds_text(self.spent)}{before} with "
-            f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: "
+        advice = (
             f"its seconds are less certain; about {seconds_text(enough, math.ceil)} would do for it"
+            if left > 0
+            else "larger sizes and further rounds need more"
+        )
+        rounds = f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}"
+        return (
+            f"micro-batch size {run.size} alone took {seconds_text(self.spent)}{before} with {rounds}, "
+            f"the budget is {self.budget_seconds:g} s: {advice}"
         )
 
     def _switch_to(self, run: SizeRun | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Unpack
 
 from ..cost_models import arguments
@@ -72,6 +73,7 @@ def profile(
     Raises UsageError, FileError (`calibrate`, the TOML file), ModelError, MachineError. At Ctrl-C, after a
     micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
     """
+    begun = perf_counter()
     if isinstance(model, str):
         refuse_unknown_name(model)
     # A model can take long to build: what is refused anyway is refused before.
@@ -95,13 +97,11 @@ def profile(
         parse_dtype(profile_options.dtype)
     if sharing.tensor_parallel is not None:
         return _profile_shared(model, example_input, profile_options, sharing)
+    on_meta = target is not None or profile_options.device == "meta"
+    loaded = _load_subject(model, example_input, profile_options, on_meta=on_meta)
     return profile_model(
-        _load_subject(
-            model,
-            example_input,
-            profile_options,
-            on_meta=target is not None or profile_options.device == "meta",
-        ),
+        # Loading torch is of the budget, too.
+        replace(loaded, loading_seconds=perf_counter() - begun),
         profile_options,
         progress=progress,
         estimate_for=target,

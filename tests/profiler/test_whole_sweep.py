@@ -102,7 +102,7 @@ def test_only_the_size_in_hand_holds_its_input_and_first_gradients(
     monkeypatch.setattr(SizeRun, "_timed_whole", watched)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [1, 2, 4])
     # The rounds behind the first ones go back to sizes that were put away.
-    assert [run.size for run in made[9:]] == [1, 1, 2, 2, 4, 4]
+    assert [run.size for run in made[9:]] == [1, 2, 4, 1, 2, 4]
     assert rounds_of(sweep) == [5, 5, 5]
 
 
@@ -393,26 +393,46 @@ def test_what_is_compiled_has_no_workspace_where_no_allocator_tells(
 
 
 def test_the_budget_decides_how_far_the_default_sizes_go(clock: Any, takes: Any) -> None:
-    # A pass takes 3 s a sample, a round 6. Size 1: three warm-up passes and 3 rounds, 27 s. Size 2: predicted
-    # twice that, 54 s of the 79 left, and so it is. Size 4: predicted 108 s of 25. Then rounds 4 and 5 of
-    # size 1 and round 4 of size 2, 24 s; its fifth would take 12 s of 1.
-    sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), budget=106.0)
-    assert sizes_of(sweep) == [1, 2]
-    assert rounds_of(sweep) == [5, 4]
-    assert clock.now() == PROBE + 27 + 54 + 24
-    assert left_of(sweep) == [(4, "budget")]
-    assert sweep.unmeasured[0].detail == "it would take about 108 s, 25 s of 106 s are left"
+    # A pass takes 3 s a sample, a round 6. Size 1: three warm-up passes and a round, 15 s. One round each of
+    # sizes 2 and 4 takes 30 and 60 s, so that 90 of the 111 s left are kept, and 2 more rounds take 12.
+    # Size 2: 30 s, and 69 are left; size 4: 60 s, and 9 are left, for a fourth round of size 1.
+    sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), budget=126.0)
+    assert sizes_of(sweep) == [1, 2, 4]
+    assert rounds_of(sweep) == [4, 1, 1]
+    assert clock.now() == PROBE + 27 + 30 + 60 + 6
+    assert left_of(sweep) == [(8, "budget")]
+    assert sweep.unmeasured[0].detail == "it would take about 216 s, 9 s of 126 s are left"
+
+
+def test_three_sizes_come_before_further_rounds(clock: Any, takes: Any) -> None:
+    # As above; where there is no time for a third size, the second gets its rounds.
+    for budget, rounds in ((105.0, [1, 1, 1]), (117.0, [3, 1, 1]), (104.0, [4, 4])):
+        subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
+        assert rounds_of(swept(subject, budget=budget)) == rounds
+
+
+def test_loading_that_used_the_budget_up_leaves_a_quarter_of_its_seconds(clock: Any, takes: Any) -> None:
+    """Three rounds of three sizes take 189 s, a quarter of what loading took."""
+    subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
+    sweep = swept(subject, budget=5.0, earlier_seconds=4 * 189.0)
+    assert (sizes_of(sweep), rounds_of(sweep)) == ([1, 2, 4], [3, 3, 3])
+    (note,) = sweep.notes
+    assert note == (
+        "micro-batch size 1 alone took 783 s (756 s of it loading and tracing) with 3 rounds, the budget is "
+        "5 s: larger sizes and further rounds need more"
+    )
+    assert rounds_of(swept(subject, budget=5.0, earlier_seconds=100.0)) == [2]
 
 
 def test_parts_take_their_share_of_the_budget(clock: Any, parted: Any) -> None:
-    # A pass takes 7 s, a round 21, whatever the size. Size 1: four warm-up passes and 3 rounds, 91 s. Size 2:
-    # predicted twice as long, 98 s with one round, and 109 s are left; it takes as long as size 1. Size 4 is
-    # then predicted to take as long, too, 49 s with one round, and 18 s are left.
+    # A pass takes 7 s, a round 21, whatever the size. Size 1: four warm-up passes and a round, 49 s. Size 2
+    # is predicted to take twice as long, 98 s with one round, which are kept: 2 more rounds take 42 of 151 s.
+    # It takes 49 s, and size 4 is then predicted to take as long, too: there are no more rounds of size 2.
     model = nn.Sequential(parted(clock, 1, 2, 4), parted(clock, 0, 0, 2))
     sweep = swept(subject_of(model, clock), budget=200.0, parts=True)
-    assert (sizes_of(sweep), rounds_of(sweep)) == ([1, 2], [3, 3])
-    assert clock.now() == 3 + 2 * (4 * 7 + 3 * 21)
-    assert sweep.unmeasured[0].detail.startswith("it would take about 91 s, 18 s of 200 s are left")
+    assert (sizes_of(sweep), rounds_of(sweep)) == ([1, 2, 4], [3, 1, 1])
+    assert clock.now() == 3 + 91 + 2 * 49
+    assert sweep.unmeasured[0].detail.startswith("it would take about 91 s, 11 s of 200 s are left")
 
 
 def test_a_size_that_fits_with_fewer_rounds_is_measured(clock: Any, takes: Any) -> None:
@@ -623,7 +643,8 @@ def test_one_sample_that_batch_norm_refuses_is_left_out(clock: Any, takes: Any) 
 def test_progress_tells_layers_passes_and_the_budget(clock: Any, takes: Any) -> None:
     told: list[Progress] = []
     model = nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2))
-    swept(subject_of(model, clock, loss=Loss("sum", torch.sum)), budget=300.0, progress=told.append)
+    subject = subject_of(model, clock, loss=Loss("sum", torch.sum))
+    swept(subject, [1, 2], budget=300.0, progress=told.append)
     assert [one.layer for one in told[:3]] == ["0", "1", None]
     assert {one.doing for one in told} >= {"warm-up", "round 1 of 3", "round 4"}
     fractions = [one.fraction for one in told]

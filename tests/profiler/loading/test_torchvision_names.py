@@ -43,7 +43,10 @@ def test_a_wrong_name_loads_no_torch_and_runs_nothing(tmp_path: Path, name: str,
     (tmp_path / "nets").mkdir()
     for folder in (tmp_path, tmp_path / "nets"):
         (folder / "unet.py").write_text(UNET)
-    code = "import sys, pplan.cli.app as app; print(app.main(sys.argv[1:]), {'torch', 'unet'} & set(sys.modules))"
+    code = (
+        "import sys, pplan.cli.app as app\n"
+        "print(app.main(sys.argv[1:]), {'torch', 'unet'} & set(sys.modules))"
+    )
     command = [sys.executable, "-c", code, "profile", name]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert ran.stdout == "2 set()\n"
