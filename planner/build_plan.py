@@ -143,9 +143,12 @@ def _notes(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
     if problem.precision.limitation:
         yield problem.precision.limitation
     most = problem.space.chain.max_stages
-    if gpus > most and runtime is not None and runtime.replicas == "none":
+    if gpus > most:
         stages, devices = format_count(most, "stage"), format_count(gpus, "device")
-        yield f"the allowed cuts make at most {stages}, fewer than {devices}"
+        yield (
+            f"the allowed cuts make at most {stages}, fewer than {devices}: "
+            "a profile with granularity='fine' may have more"
+        )
     if problem.usable_gpus < gpus and runtime is not None:
         usable = format_count(problem.usable_gpus, "device")
         yield f"{runtime.name} is one process: it reaches the {usable} of one node"

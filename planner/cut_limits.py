@@ -113,5 +113,5 @@ def check_layer_count(chain: Chain, gpus: int, options: PlanOptions) -> None:
         raise UsageError(
             f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
             f"Use at most {format_count(len(chain), 'device')} (its allowed cuts make "
-            f"{format_count(chain.max_stages, 'stage')}).",
+            f"{format_count(chain.max_stages, 'stage')}); a profile with granularity='fine' may have more.",
         )

@@ -273,7 +273,7 @@ def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:
         yield InfeasibleError(
             f"{names} has {parts} parts of the layers on each device: two devices need {2 * parts} blocks "
             f"between cuts, and there are {blocks}",
-            "Use schedule='auto', or profile the model in smaller layers.",
+            "Use schedule='auto', or profile with granularity='fine' for more layers.",
         )
     from .other_schedules import find_refusal  # most problems have no other schedules
 
@@ -383,6 +383,7 @@ def _most_stages(problem: Problem) -> str:
     if most == problem.options.max_stages:
         return f"max_stages={most} allows no more"
     if most == problem.space.chain.max_stages:
-        return f"the allowed cuts make at most {format_count(most, 'stage')}"
+        stages = format_count(most, "stage")
+        return f"the allowed cuts make at most {stages} (a profile with granularity='fine' may have more)"
     makes = "makes" if problem.usable_gpus == 1 else "make"
     return f"{format_count(problem.usable_gpus, 'device')} {makes} at most {format_count(most, 'stage')}"

@@ -6,11 +6,12 @@ import difflib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, Self
 
 import torch
@@ -35,6 +36,8 @@ DOMINATES = 0.5
 
 _OF_A_STAGE = 0.4
 """The same of a layer that is a stage of blocks, where these are known."""
+_OF_SEVERAL = 0.125
+"""The same of a layer that holds more than one block, where it can be cut at little cost."""
 
 
 @dataclass(frozen=True)
@@ -237,10 +240,14 @@ _DEEPEST = 12
 """Levels of modules inside each other that are gone into."""
 
 
-def _outermost(path: str, paths: frozenset[str]) -> str | None:
+def _outer(path: str) -> list[str]:
+    """The modules around it, outermost first."""
     parts = path.split(".")
-    names = (".".join(parts[: length + 1]) for length in range(len(parts)))
-    return next((name for name in names if name in paths), None)
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _outermost(path: str, paths: frozenset[str]) -> str | None:
+    return next((name for name in (*_outer(path), path) if name in paths), None)
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -291,10 +298,15 @@ def parts(flow: Flow, granularity: Granularity) -> list[Part]:
     blocks = BlockCalls(flow, single)
     calls = blocks.calls(blocks.paths)
     cuts = _beside_blocks(flow, single, calls) if calls else single
+    opened = _inside_heavy(flow, cuts)
     if granularity.kind == "fine":
-        by_index = {position.index: position for position in (*single, *cuts)}
-        return _split(flow, _after_work(flow, [by_index[index] for index in sorted(by_index)]))
-    return _split(flow, cuts, calls)
+        return _split(flow, _after_work(flow, _in_order([*single, *cuts, *opened])))
+    return _split(flow, _in_order([*cuts, *opened]), calls, opened)
+
+
+def _in_order(positions: Iterable[Position]) -> list[Position]:
+    by_index = {position.index: position for position in positions}
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def _beside_blocks(flow: Flow, single: Sequence[Position], calls: Sequence[Call]) -> list[Position]:
@@ -341,6 +353,67 @@ def _single(flow: Flow, *, any_number: bool = False) -> list[Position]:
     return positions
 
 
+def _inside_heavy(flow: Flow, cuts: Sequence[Position]) -> list[Position]:
+    """Places inside the layers with too many of the FLOPs, which the fewest tensors cross there.
+
+    Between the layers whose outputs are collected (the features of a detector, the skips of a U-Net, an input
+    that is added to the output), all that were collected so far cross every place. A layer with more than
+    half of the FLOPs is opened wherever that is possible. One with less, that is more than one block, only
+    where the tensors hold no larger part of the bytes that the model makes than the layer has of the FLOPs.
+    """
+    cuts_inside: list[Position] = []
+    pending = list(pairwise([0, *(cut.index for cut in cuts), len(flow.order)]))
+    if all(end - first == 1 for first, end in pending):
+        return cuts_inside  # counting the work takes a pass
+    done = list(accumulate((flow.trial.flops.get(node, 0) for node in flow.order), initial=0))
+    closed = {index for call in _calls_of_blocks(flow) for index in range(call.first + 1, call.end)}
+    model_bytes = sum(flow.bytes(node) for node in flow.order if flow.is_work(node))
+    while pending:
+        first, end = pending.pop()
+        part = (done[end] - done[first]) / max(1, done[-1])
+        if part <= _OF_SEVERAL:
+            continue
+        inside = [flow.positions[index] for index in range(first + 1, end) if index in flow.positions]
+        if part <= DOMINATES:
+            inside = [own for own in inside if own.index not in closed and own.bytes <= part * model_bytes]
+        # A cut saves nothing unless there is work in the layer on both sides of it.
+        inside = [own for own in inside if done[first] < done[own.index] < done[end]]
+        by_count = [[own for own in inside if flow.tensors(own) == n] for n in set(map(flow.tensors, inside))]
+        by_count.sort(key=lambda alike: flow.tensors(alike[0]))
+        best = next(filter(None, (_between_work(flow, alike, done) for alike in by_count)), None)
+        if best:
+            cuts_inside += best
+            pending += pairwise([first, *(cut.index for cut in best), end])
+    return cuts_inside
+
+
+def _between_work(flow: Flow, positions: Sequence[Position], done: Sequence[int]) -> list[Position]:
+    """One of the `positions` between each two operations with FLOPs, of which `done` were before a place.
+
+    The one with the fewest bytes, the last of several, of those where nothing is overwritten if there are.
+    """
+    best: list[Position] = []
+    for _, alike in groupby(positions, lambda position: done[position.index]):
+        ranked = sorted(
+            alike, key=lambda own: (flow.first_overwriting(own) is not None, own.bytes, -own.index)
+        )
+        # Whether it can be offered is asked last: finding sizes again takes time.
+        best += itertools.islice(filter(flow.is_offered, ranked), 1)
+    return best
+
+
+def _calls_of_blocks(flow: Flow) -> Iterator[Call]:
+    """The calls of modules with parts whose class the model has several of, none inside another."""
+    modules = {path: flow.trial.module(path) for path in flow.trial.module_names}
+    kinds = {
+        path: type(own) for path, own in modules.items() if _has_parts(own) and not isinstance(own, _LISTS)
+    }
+    counts = Counter(kinds.values())
+    nested = {kind for path, kind in kinds.items() if any(kinds.get(outer) is kind for outer in _outer(path))}
+    blocks = frozenset(path for path, kind in kinds.items() if counts[kind] > 1 and kind not in nested)
+    return find_calls(flow, lambda path: _outermost(path, blocks))
+
+
 def _after_work(flow: Flow, blocks: Sequence[Position]) -> list[Position]:
     """`blocks`, and one place between any two operations that do work: where the fewest bytes cross."""
     work = [index for index, node in enumerate(flow.order) if flow.is_work(node)]
@@ -350,7 +423,7 @@ def _after_work(flow: Flow, blocks: Sequence[Position]) -> list[Position]:
             best = cheapest_cut(flow, first + 1, second)
             if best is not None:
                 by_index[best.index] = best
-    return [by_index[index] for index in sorted(by_index)]
+    return _in_order(by_index.values())
 
 
 def cheapest_cut(flow: Flow, first: int, last: int) -> Position | None:
@@ -376,9 +449,16 @@ def _around(flow: Flow, calls: Sequence[Call]) -> list[Position]:
     return [position for position in positions if position is not None]
 
 
-def _split(flow: Flow, cuts: Sequence[Position], calls: Sequence[Call] = ()) -> list[Part]:
+def _split(
+    flow: Flow,
+    cuts: Sequence[Position],
+    calls: Sequence[Call] = (),
+    opened: Collection[Position] = (),
+) -> list[Part]:
+    """The parts between the cuts; those beside one of the `opened` have only some parts of a module."""
     ends: list[Position | None] = [None, *cuts, None]
     rest = frozenset(node for cut in cuts for node in cut.rest)
+    called = [node for node in flow.order if node.op == "call_module"]
     parts: list[Part] = []
     for before, after in pairwise(ends):
         first = before.index if before else 0
@@ -387,6 +467,8 @@ def _split(flow: Flow, cuts: Sequence[Position], calls: Sequence[Call] = ()) -> 
         module = within[0] if len(within) == 1 else None
         elsewhere = frozenset(call.path for call in calls).difference(within)
         nodes = tuple(flow.order[first:end])
+        if before in opened or after in opened:
+            elsewhere |= frozenset(str(node.target) for node in called if node not in nodes)
         parts.append(Part(nodes, before, after, module, rest.intersection(nodes), elsewhere))
     return parts
 
@@ -431,8 +513,7 @@ class Granularity:
 
     def outermost(self, path: str) -> str | None:
         """The outermost module around `path`, itself included, that a pattern matches."""
-        parts = path.split(".")
-        names = (".".join(parts[: length + 1]) for length in range(len(parts)))
+        names = (*_outer(path), path)
         return next((name for name in names if any(fnmatchcase(name, p) for p in self.patterns)), None)
 
 
@@ -570,7 +651,10 @@ class GraphSegment:
             # Not what only follows it, such as a pool.
             weighty = list(filter(self._has_parameters, calls))
             own = _common_path(weighty)
-            return (own if not self._is_elsewhere(own) else weighty[0]) if weighty else common
+            if weighty and self._is_elsewhere(own):
+                # The module around the first that is here as a whole.
+                own = next(path for path in (*_outer(weighty[0]), weighty[0]) if not self._is_elsewhere(path))
+            return own or common
         return common
 
     def _is_elsewhere(self, path: str) -> bool:

@@ -414,6 +414,10 @@ class Flow:
         values = [self._run.values[node] for node in position.crossing]
         return sum(len(value) if isinstance(value, tuple) else 1 for value in values)
 
+    def bytes(self, node: fx.Node) -> int:
+        """Return those of the tensors in its value."""
+        return self._run.bytes[node]
+
     def is_fed(self, node: fx.Node) -> bool:
         """Whether it holds tensors that the input leads to by way of tensors."""
         return node in self._fed and self.holds_tensors(node)

@@ -100,8 +100,8 @@ class ProfileOptions(Options):
     or none; `device` to CUDA where there is one. On "meta" nothing is timed: layers and bytes are counted;
     "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes, with the efficiencies
     of `calibrate`, a measured profile of the same model, where it is given. `granularity`: "block" (cuts that
-    one tensor crosses), "fine" (any number), or "module:PATTERN[,PATTERN]"; no cut is allowed between layers
-    that match a pattern of `keep_together`. `settings` are the factory's keyword arguments, or keys of the
+    one tensor crosses; heavy layers are opened where few do), "fine" (any number), or
+    "module:PATTERN[,PATTERN]"; no cut is allowed between layers that match a pattern of `keep_together`. `settings` are the factory's keyword arguments, or keys of the
     transformers configuration. `loss`: "cross-entropy", "mse", "none" or "package.module:function" of the
     model's output. `compile`, `channels_last`, `amp`, `tf32` and
     `cudnn_benchmark`: as the training will run.
@@ -148,8 +148,8 @@ class ProfileOptions(Options):
     )
     granularity: str | None = _text(
         "NAME",
-        "block: layers between all places that one tensor crosses; fine: any number; or your own modules, as "
-        "in module:layers.*,head.",
+        "block: layers between all places that one tensor crosses, heavy ones opened; fine: any number; or "
+        "your own modules, as in module:layers.*,head.",
     )
     keep_together: Sequence[str] = option(
         (),

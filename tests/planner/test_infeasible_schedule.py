@@ -41,7 +41,7 @@ def test_too_few_layers_for_the_parts_of_a_schedule(
     needs = "two devices need 4 blocks between cuts, and there are 3"
     assert error.what == f"{schedule} has 2 parts of the layers on each device: {needs}"
     also = " Memory is too small for that, too." if memory == 100 else ""
-    assert error.hint == f"Use schedule='auto', or profile the model in smaller layers.{also}"
+    assert error.hint == f"Use schedule='auto', or profile with granularity='fine' for more layers.{also}"
 
 
 def test_a_schedule_that_runs_with_no_numbers_says_why(

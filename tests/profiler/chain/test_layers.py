@@ -376,7 +376,7 @@ def test_several_inputs_and_outputs(granularity: str) -> None:
     assert all(map(torch.equal, results, model(one, 3.0, two=two)))
     swapped = build_chain(model, {"two": two, "one": one}, granularity=granularity)
     assert all(map(torch.equal, run(swapped, (two, one)), model(one, two=two)))
-    assert len(chain) == {"block": 1, "fine": 6, "module:left,right": 4}[granularity]
+    assert len(chain) == {"block": 2, "fine": 6, "module:left,right": 4}[granularity]
 
 
 @pytest.mark.parametrize(
