@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
-from .graph import TracedGraph, device_of
+from .graph import TracedGraph, check_value, device_of
 from .torch_private import (
     EXPORT_CHECKS,
     EXPORT_GUARDS,
@@ -24,6 +25,7 @@ from .torch_private import (
     tree_map_only,
     tree_unflatten,
 )
+from .trial import NoOtherGraph
 from .user_model import ModelInput, Structure, flat
 
 # torch.export takes modules apart; here the operations of a leaf module become one call of it again.
@@ -562,6 +564,120 @@ def _forwards(model: nn.Module, paths: Sequence[str], change: Any) -> Iterator[N
                 module.forward = own
 
 
+# Numbers that the model's Python code takes out of a tensor, as in `if mask.all():`.
+#
+# torch.export does not know them. A real run tells what they were; the trace goes on with that, and the layer
+# that has the tensor compares at every run.
+
+_library.define("read_value(int number, Tensor tensor) -> ()")  # type: ignore[no-untyped-call]
+torch.library.register_fake("pplan::read_value", lambda number, tensor: None, lib=_library)  # noqa: ARG005
+fx.node.has_side_effect(torch.ops.pplan.read_value.default)
+_READS: dict[Any, str] = {
+    getattr(Tensor, name): name
+    for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+}
+_Place = tuple[str, int]
+
+
+class _WhileReading(TorchFunctionMode):
+    """Calls `read` instead of what takes a number out of a tensor, with the line that asks for it."""
+
+    def __init__(self, read: Callable[[Any, Tensor, _Place], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _READS:
+            return func(*args, **(kwargs or {}))
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_OF_TRACING):
+            frame = frame.f_back
+        place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        return self._read(func, args[0], place)
+
+
+_OF_TRACING = (__name__, "torch.fx", "torch.export", "torch.overrides", "torch.utils", "torch._")
+
+
+class ValueReads:
+    """The numbers that copies of one model take out of tensors."""
+
+    def __init__(self, *, of_the_input: bool = False) -> None:
+        """`of_the_input`: answers (True, False) may depend on the samples, and on what is trained."""
+        self._of_the_input = of_the_input
+        self._values: dict[_Place, list[Any]] = {}
+        self._calls: list[tuple[str, Any, _Place]] = []
+
+    def watch(self, model: nn.Module, inputs: Sequence[ModelInput]) -> None:
+        """Run `model`, which it may change, on inputs of different batch sizes, which must give the same."""
+        runs: list[dict[_Place, list[Any]]] = []
+        for example in inputs:
+            values: dict[_Place, list[Any]] = {}
+
+            def note(
+                read: Any, tensor: Tensor, place: _Place, values: dict[_Place, list[Any]] = values
+            ) -> Any:
+                values.setdefault(place, []).append(read(tensor))
+                return values[place][-1]
+
+            with _WhileReading(note):
+                example.clone().call(model)
+            runs.append(values)
+        if any(run != runs[0] for run in runs):
+            raise CannotBeOpaque("its forward takes other numbers out of tensors at another batch size")
+        if not runs[0]:
+            raise NoOtherGraph("its forward takes no numbers out of tensors", "Nothing is to be done.")
+        self._values = runs[0]
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """While it lasts, a traced model is given the numbers of the run."""
+        left = {place: iter(values) for place, values in self._values.items()}
+
+        def replay(read: Any, tensor: Tensor, place: _Place) -> Any:
+            for value in itertools.islice(left.get(place, iter(())), 1):
+                torch.ops.pplan.read_value(len(self._calls), tensor)
+                self._calls.append((_READS[read], value, place))
+                return value
+            return read(tensor)
+
+        with _WhileReading(replay):
+            yield
+
+    def write_checks(self, graph: fx.Graph, batches: Collection[fx.Node]) -> None:
+        """Replace the operations by comparisons, in place. `batches`: inputs that hold the samples.
+
+        Raises CannotBeOpaque where a number is another at the next step: it is random, the model writes it,
+        or, unless it is an answer and that was asked for, it is trained or made of the samples.
+        """
+        writes = [node.args[0] for node in graph.nodes if _packet(node) == "copy_"]
+        written = {node.target for node in writes if isinstance(node, fx.Node)}
+        for node in [n for n in graph.nodes if n.target is torch.ops.pplan.read_value.default]:
+            name, value, (file, line) = self._calls[node.args[0]]
+            sources = _ancestors(node)
+            may_move = isinstance(value, bool) and self._of_the_input
+            for source in sources:
+                is_attribute = source.op == "get_attr"
+                is_other = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
+                is_other |= is_attribute and source.target in written
+                moves = source in batches or (is_attribute and source.meta["val"].requires_grad)
+                if is_other or (moves and not may_move):
+                    raise CannotBeOpaque(f"its forward depends on numbers in tensors ({file}:{line})")
+            node.target, node.args = check_value, (node.args[1], name, value)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """What the numbers in the tensors of the node come from; sizes lead on to nothing."""
+    ancestors, pending = set[fx.Node](), [node]
+    while pending:
+        sources = [n for n in pending.pop().all_input_nodes if _value_kind(n) not in ("size", "device")]
+        pending += [source for source in sources if source not in ancestors]
+        ancestors.update(sources)
+    return ancestors
+
+
 # torch.export's result as a graph that torch.fx could have traced: without checks, for any device.
 
 _CHECKS = (
@@ -584,6 +700,9 @@ class ExportedModule:
     no_tensors: Set[nn.Module]
     """Modules of `traced` that return something else than a tensor."""
     calls: OpaqueCalls
+    reads: ValueReads
+    batches: Set[fx.Node]
+    """The inputs that hold the samples."""
     modes: Mapping[str, str]
     """Modules of `traced` whose mode was read, with the line that did."""
 
@@ -600,6 +719,7 @@ def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[s
     for node in module.graph.nodes:
         node.meta["value_kind"] = _value_kind(node)
     export.calls.write_calls(module.graph, bodies(module))
+    export.reads.write_checks(module.graph, export.batches)
     restore_leaf_calls(
         module.graph, export.traced, {*export.no_tensors, *map(export.traced.get_submodule, opaque)}
     )

@@ -23,6 +23,7 @@ from .exported_graph import (
     CannotBeOpaque,
     ExportedModule,
     OpaqueCalls,
+    ValueReads,
     alias_leaf_inputs,
     attribute,
     rebuild_graph,
@@ -30,6 +31,7 @@ from .exported_graph import (
 from .graph import AROUND, TracedGraph, is_inside
 from .torch_private import tree_flatten, tree_leaves
 from .trial import (
+    NoOtherGraph,
     lengths_that_vary,
     masks_as_in_training,
     notice_checkpoints,
@@ -185,7 +187,11 @@ def export_around(model: nn.Module, example: ModelInput, name: str, whole: Seque
         inside: list[str] = []
         try:
             graph = rebuild_graph(model, _exported_around(model, example, name, paths, inside), paths)
+            if not paths:
+                raise NoOtherGraph(f"{name}: no module is taken whole", CUT_AROUND)
             return dataclasses.replace(graph, tool=AROUND + ", ".join(paths))
+        except NoOtherGraph:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -235,6 +241,27 @@ def export_with_whole_blocks(
         export = _exported(*_on_meta(model, example, name), calls)
         _refuse_no_values(export, example)
         return rebuild_graph(model, export, blocks)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _as_model_error(error, name) from error
+
+
+def export_with_checks(
+    model: nn.Module, example: ModelInput, name: str, *, of_the_input: bool = False
+) -> TracedGraph:
+    """As `export_graph` on the model's own device; numbers that forward takes out of tensors are the
+    example's, which the layers check.
+
+    `of_the_input`: also of tensors that depend on the samples. Raises as `export_graph` does, and
+    NoOtherGraph where forward takes none.
+    """
+    reads = ValueReads(of_the_input=of_the_input)
+    try:
+        watched, some, _ = _for_real(model, example, name)
+        with trial_run(some, gradients=True), _masks(example):
+            reads.watch(watched, [some, some.repeated(some.batch + 1)])
+        return rebuild_graph(model, _exported(*_for_real(model, example, name), reads=reads))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -308,8 +335,9 @@ def _exported(
     name: str,
     calls: OpaqueCalls | None = None,
     inside: list[str] | None = None,
+    reads: ValueReads | None = None,
 ) -> ExportedModule:
-    calls = calls or OpaqueCalls(())
+    calls, reads = calls or OpaqueCalls(()), reads or ValueReads()
     no_tensors = alias_leaf_inputs(model)
     if inside is not None:
         _note_calls(model, inside)
@@ -325,6 +353,7 @@ def _exported(
         output.flattened(),
         refuse_custom_functions(),
         calls.inside(model),
+        reads.inside(),
         notice_modes(model) as modes,
     ):
         _spell_keywords_out(model, example)
@@ -337,7 +366,11 @@ def _exported(
     if inside is not None:
         inside.clear()
     device = example.tensors[0].device
-    return ExportedModule(module, model, device, inputs, output.finish, no_tensors, calls, modes)
+    with_samples = zip(inputs, example.tensors, strict=True)
+    batches = {node for node, tensor in with_samples if tensor.dim() and len(tensor) == example.batch}
+    return ExportedModule(
+        module, model, device, inputs, output.finish, no_tensors, calls, reads, batches, modes
+    )
 
 
 def _note_calls(model: nn.Module, inside: list[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tag, Tensor, fx, nn
 
 from ..cost_models.errors import ModelError
-from .graph import GraphRun, TensorMeta, TracedGraph, recover_sizes
+from .graph import GraphRun, TensorMeta, TracedGraph, check_value, recover_sizes
 from .torch_private import CONVERSION, OpOverload, name_leaves, tree_leaves
 from .trial import Trial
 from .user_model import flat
@@ -422,9 +422,18 @@ class Flow:
         """Whether it holds tensors that the input leads to by way of tensors."""
         return node in self._fed and self.holds_tensors(node)
 
+    @cached_property
+    def _only_checked(self) -> set[fx.Node]:
+        """Operations for the sake of a `check_value` alone."""
+        checked = {node for node in self.order if node.target is check_value}
+        for node in reversed(self.order):
+            if node.users and checked.issuperset(node.users):
+                checked.add(node)
+        return checked
+
     def makes_tensors(self, node: fx.Node) -> bool:
         """Whether it is more than a question for a size, a wrapper, or a name for what is still used."""
-        if isinstance(node.target, type):
+        if isinstance(node.target, type) or node in self._only_checked:
             return False
         if node in self._run.same and not self._run.overwrites[node]:
             return all(len(source.users) == 1 for source in node.all_input_nodes)
@@ -434,6 +443,8 @@ class Flow:
         """Whether it computes something of the input: no view, no copy, no size."""
         run = self._run
         if node not in self._fed or not run.storages[node] or self._only_moves(node):
+            return False
+        if node in self._only_checked:
             return False
         if node.op == "call_module" or run.overwrites[node]:
             return True

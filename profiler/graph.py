@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from ..cost_models.errors import ModelError
 from .torch_private import (
     CONVERSION,
     TorchDispatchMode,
@@ -93,6 +94,18 @@ def device_of(tensor: Tensor) -> torch.device:
 def constant(value: Any) -> Any:
     """In a graph: a value that is the same at every batch size, as a node."""
     return value
+
+
+def check_value(tensor: Tensor, read: str, expected: Any) -> None:
+    """In a layer: raise ModelError where a number in a tensor is not what it was when the layer was made."""
+    if isinstance(tensor, fx.Proxy):
+        # torch.load traces a layer's code to have its graph.
+        tensor.tracer.create_proxy("call_function", check_value, (tensor, read, expected), {})
+    elif not tensor.is_meta and (found := getattr(tensor, read)()) != expected:
+        raise ModelError(
+            f"a number that forward takes out of a tensor is {found}; these layers were made for {expected}",
+            "Make the layers anew, with an example that has it, or name the module that reads it a layer.",
+        )
 
 
 _ATTRIBUTES = frozenset(

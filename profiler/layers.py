@@ -252,7 +252,9 @@ def build_chain(
     An nn.Sequential is its elements, nested ones taken apart too (`features.0`); everything else is traced,
     and so is an nn.Sequential that is to be cut otherwise. `granularity`: `block` cuts where one tensor alone
     leads on, and where few do inside a layer with too much of the work; `fine` after every operation that
-    computes something; `module:PATTERN[,PATTERN...]` around the calls of the modules so named. The input, as `ModelInput.of` takes it, is only looked at for its shapes
+    computes something; `module:PATTERN[,PATTERN...]` around the calls of the modules so named.
+
+    The input, as `ModelInput.of` takes it, is only looked at for its shapes
     and dtypes where the model runs on torch's meta device; its sizes except for the batch may be taken for
     constants.
 

@@ -101,7 +101,8 @@ class ProfileOptions(Options):
     "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes, with the efficiencies
     of `calibrate`, a measured profile of the same model, where it is given. `granularity`: "block" (cuts that
     one tensor crosses; heavy layers are opened where few do), "fine" (any number), or
-    "module:PATTERN[,PATTERN]"; no cut is allowed between layers that match a pattern of `keep_together`. `settings` are the factory's keyword arguments, or keys of the
+    "module:PATTERN[,PATTERN]"; no cut is allowed between layers that match a pattern of `keep_together`.
+    `settings` are the factory's keyword arguments, or keys of the
     transformers configuration. `loss`: "cross-entropy", "mse", "none" or "package.module:function" of the
     model's output. `compile`, `channels_last`, `amp`, `tf32` and
     `cudnn_benchmark`: as the training will run.

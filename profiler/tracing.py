@@ -29,6 +29,7 @@ from .torch_private import (
     tree_unflatten,
 )
 from .trial import (
+    NoOtherGraph,
     NotTheModel,
     Trial,
     keep_custom_functions,
@@ -602,12 +603,11 @@ def trace_model(
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, example, name)
-            if traced.tool == AROUND:
-                # With nothing taken whole it is the graph that failed before.
-                continue
             around[:] = _whole_modules(traced.tool) or around
             tool_used = traced.tool if traced.tool.startswith(AROUND) else words
             traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=tool_used)
+        except NoOtherGraph:
+            continue
         except ModelError as error:
             failures.append(error)
             continue
@@ -671,14 +671,16 @@ def _all_frontends(
         yield ELEMENTS, sequential_graph
         return
 
-    from .exporting import export_around, export_graph, export_with_whole_blocks
+    from .exporting import export_around, export_graph, export_with_checks, export_with_whole_blocks
 
     blocks = _repeated(model, matched)
     if blocks:
         yield "torch.export with blocks taken whole", partial(export_with_whole_blocks, blocks=blocks)
     yield "torch.export", export_graph
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    is_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if not is_on_meta:
         yield "torch.export on its device", partial(export_graph, for_real=True)
+        yield "torch.export with checked numbers", export_with_checks
         yield AROUND, partial(export_around, whole=suspects)
         for _ in range(_HIGHER):
             wider = [_caller(model, path) or path for path in around]
@@ -693,6 +695,9 @@ def _all_frontends(
     for words, leaves in (("the entries of its lists", _entries(model)), ("its children", _children(model))):
         if leaves and not matched:
             yield f"torch.fx around {words}", _with_leaves(leaves)
+    if not is_on_meta:
+        checks = partial(export_with_checks, of_the_input=True)
+        yield "torch.export with checked numbers of the input", checks
 
 
 def _whole_modules(tool: str) -> list[str]:

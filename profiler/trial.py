@@ -262,6 +262,10 @@ class NotTheModel(ModelError):
     """Modules that may be why: where they are taken whole, the rest may be the model."""
 
 
+class NoOtherGraph(ModelError):
+    """A tool would draw the graph that another one drew before, or failed to draw."""
+
+
 class Trial:
     """Runs of a graph with the modules of a copy of `model`: the first at once, others when needed."""
 
