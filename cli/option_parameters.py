@@ -13,13 +13,13 @@ import inspect
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperOption
 
 from ..cost_models.arguments import Option, Options, list_declarations
 from ..cost_models.errors import UsageError
@@ -43,69 +43,41 @@ class Without(Only):
 
 
 @dataclass(frozen=True)
-class _ModelParameters:
-    """A model that a command takes: the fields that are its options, by name."""
-
-    model: type[Options]
-    fields: dict[str, Option]
-
-    def build(self, typed: dict[str, Any], stated: set[str]) -> Options:
-        """The model with what is typed. Raises UsageError."""
-        values: dict[str, Any] = {}
-        for name, option in self.fields.items():
-            flag = option_flag(name, option)
-            if isinstance(typed[name], bool):
-                values[name] = typed[name] is not flag.startswith("--no-")
-            elif name in stated:
-                values[name] = option.value(tuple(typed[name]) if option.repeats else typed[name], flag)
-                TYPED.get()[name] = (values[name], typed[name])
-        return self.model(**values)
-
-
-@dataclass(frozen=True)
 class Typed(Generic[T]):
     """Options typed for a model, which the command reads only where it needs them.
 
     A command takes it as in `plan_options: Typed[PlanOptions]`.
     """
 
-    parameters: _ModelParameters
+    model: type[T]
+    fields: dict[str, Option]
     values: dict[str, Any]
     stated: set[str]
 
     @property
     def names(self) -> set[str]:
         """Fields whose options are typed."""
-        return self.stated & self.parameters.fields.keys()
+        return self.stated & self.fields.keys()
 
     def read(self) -> T:
         """Make the model. Raises UsageError."""
-        return cast(T, self.parameters.build(self.values, self.stated))
-
-
-class _Text(TyperOption):
-    """An option whose model reads its text: making a reader of typer's for each takes 2 ms."""
-
-    def process_value(self, ctx: Any, value: Any) -> Any:
-        """Take the value as it was typed."""
-        del ctx
-        return () if value is None and self.multiple else value
+        values: dict[str, Any] = {}
+        for name, option in self.fields.items():
+            typed, flag = self.values[name], option_flag(name, option)
+            if isinstance(typed, bool):
+                values[name] = typed is not flag.startswith("--no-")
+            elif name in self.stated:
+                values[name] = option.value(tuple(typed) if option.repeats else typed, flag)
+                TYPED.get()[name] = (values[name], typed)
+        return self.model(**values)
 
 
 def make_command(verb: str) -> Any:
     """The command of a verb, with its options, as typer runs it."""
     function = f"{verb.replace('-', '_')}_command"
-    command = with_options(getattr(import_module(f".{function}", __package__), function))
     app = typer.Typer(add_completion=False)
-    app.command()(with_common_options(command))
-    typer_command: Any = typer.main.get_command(app)
-    for parameter in typer_command.params:
-        if parameter.name in command.__dict__[_TEXTS]:
-            parameter.__class__ = _Text
-    return typer_command
-
-
-_TEXTS = "names_of_texts"
+    app.command()(with_options(getattr(import_module(f".{function}", __package__), function), **_COMMON))
+    return typer.main.get_command(app)
 
 
 def option_flag(name: str, option: Option) -> str:
@@ -113,25 +85,25 @@ def option_flag(name: str, option: Option) -> str:
     return "--" + (option.flag or name.replace("_", "-"))
 
 
-def with_options(command: Command) -> Command:
-    """The command as typer takes it: an option for every field of the models that it takes."""
+def with_options(command: Command, **common: Any) -> Command:
+    """The command as typer takes it: an option for every field of the models that it takes.
+
+    Args:
+        command: Takes models, and parameters that are annotated as typer wants them.
+        common: The options that every verb has, by their names.
+    """
     hints = get_type_hints(command, include_extras=True)
-    models_by_name: dict[str, _ModelParameters] = {}
-    for name, hint in hints.items():
-        if (own_model := _find_model(hint)) is not None:
-            models_by_name[name] = own_model
-        _name_options(name, hint, own_model)
-    parameters = [inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    of_models: set[str] = set()
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name in models_by_name:
-            own = [each for each in _parameters(models_by_name[parameter.name]) if each.name not in of_models]
-            parameters += own
-            of_models |= {each.name for each in own}
+    models = {name: model for name, hint in hints.items() if (model := _find_model(hint)) is not None}
+    parameters = {_CONTEXT: _parameter(_CONTEXT, inspect.Parameter.empty, typer.Context)}
+    for name, parameter in inspect.signature(command).parameters.items():
+        _name_options(name, hints[name], models.get(name))
+        if name in models:
+            for own in _parameters(*models[name]):
+                parameters.setdefault(own.name, own)
         else:
-            parameters.append(
-                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            )
+            parameters[name] = _parameter(name, parameter.default, hints[name])
+    plain = parameters.keys() & hints.keys() - models.keys()
+    parameters |= {name: _parameter(name, False, Annotated[bool, own]) for name, own in common.items()}
 
     @functools.wraps(command)
     def run(**typed: Any) -> None:
@@ -139,23 +111,15 @@ def with_options(command: Command) -> Command:
         stated = {name for name in typed if _is_typed(context, name)}
         _take_aliases(typed, stated)
         TYPED.set({})
-        models = {
-            name: Typed[Any](model, typed, stated)
-            if get_origin(hints[name]) is Typed
-            else model.build(typed, stated)
-            for name, model in models_by_name.items()
-        }
-        fields = {name for model in models_by_name.values() for name in model.fields}
-        command(**{name: value for name, value in typed.items() if name not in fields}, **models)
+        with _telling(**{name: typed.pop(name) for name in common}):
+            values: dict[str, Any] = {name: _read(hints[name], typed[name]) for name in plain}
+            for name, (model, fields) in models.items():
+                of_model = Typed(model, fields, typed, stated)
+                values[name] = of_model if get_origin(hints[name]) is Typed else of_model.read()
+            command(**values)
 
-    run.__dict__["__signature__"] = inspect.Signature(parameters)
-    run.__dict__[_TEXTS] = {
-        parameter.name
-        for model in models_by_name.values()
-        for parameter in _parameters(model)
-        if not isinstance(parameter.default, bool)
-    }
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__dict__["__signature__"] = inspect.Signature(list(parameters.values()))
+    run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return run
 
 
@@ -165,25 +129,32 @@ def _is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
-def _find_model(hint: Any) -> _ModelParameters | None:
+def _read(hint: Any, typed: Any) -> Any:
+    """Convert what was typed for a parameter that is not of a model. Raises what its parser raises."""
+    kind, info = get_args(hint)[:2]
+    parse = info.parser or (Path if "Path" in str(kind) else None)
+    if parse is not None and isinstance(typed, list | tuple):
+        return [parse(text) for text in typed]
+    return parse(typed) if parse is not None and isinstance(typed, str) else typed
+
+
+def _find_model(hint: Any) -> tuple[type[Options], dict[str, Option]] | None:
     """The model that an annotation names, with its fields that have an option; None of another annotation."""
     model, *limits = get_args(hint) if get_origin(hint) in (Annotated, Typed) else (hint,)
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
-    names = {name for name, option in list_declarations(model).items() if option.help}
+    fields = {name: option for name, option in list_declarations(model).items() if option.help}
     for limit in limits:
-        listed_names = set(limit)
-        if unknown := listed_names - names:
+        if unknown := set(limit) - fields.keys():
             raise TypeError(f"{model.__name__} has no options {', '.join(sorted(unknown))}")
-        names = names - listed_names if isinstance(limit, Without) else names & listed_names
-    return _ModelParameters(
-        model, {name: option for name, option in list_declarations(model).items() if name in names}
-    )
+        keeps = isinstance(limit, Without)
+        fields = {name: option for name, option in fields.items() if (name in limit) is not keeps}
+    return model, fields
 
 
-def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
-    for name, option in model.fields.items():
-        kind, default = _kind_and_default(option, model.model.__dataclass_fields__[name].default)
+def _parameters(model: type[Options], fields: dict[str, Option]) -> Iterator[inspect.Parameter]:
+    for name, option in fields.items():
+        kind, default = _kind_and_default(option, model.__dataclass_fields__[name].default)
         parameter = typer.Option(
             option_flag(name, option),
             metavar=option.form,
@@ -225,10 +196,10 @@ def _kind_and_default(option: Option, default: Any) -> tuple[Any, Any]:
     return (str | None, None) if text is None else (str, text)
 
 
-def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
+def _name_options(name: str, hint: Any, model: tuple[type[Options], dict[str, Option]] | None) -> None:
     """Has messages that name fields print their options."""
     if model is not None:
-        for field, option in model.fields.items():
+        for field, option in model[1].items():
             name_field(field, option_flag(field, option))
         return
     for annotation in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
@@ -245,35 +216,21 @@ _COMMON = {
 }
 
 
-def with_common_options(command: Command) -> Command:
-    """The command with the options that every verb has."""
-    signature = inspect.signature(command)
-    common = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-        )
-        for name, option in _COMMON.items()
-    ]
-    parameters = [*signature.parameters.values(), *common]
+@contextmanager
+def _telling(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+    """Run a verb with the options that all have."""
+    if quiet:
+        be_quiet()
+    start = time.monotonic()
+    if verbose:
+        from ..api.provenance import installed
 
-    @functools.wraps(command)
-    def run(*, quiet: bool, verbose: bool, **typed: Any) -> None:
-        if quiet:
-            be_quiet()
-        start = time.monotonic()
+        remark(f"pplan {installed('pplan')}, Python {platform.python_version()}, in {Path.cwd()}")
+    try:
+        yield
+    finally:
         if verbose:
-            from ..api.provenance import installed
-
-            remark(f"pplan {installed('pplan')}, Python {platform.python_version()}, in {Path.cwd()}")
-        try:
-            command(**typed)
-        finally:
-            if verbose:
-                remark(f"Took {time.monotonic() - start:.2f} s")
-
-    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+            remark(f"Took {time.monotonic() - start:.2f} s")
 
 
 def action_parser(

@@ -19,6 +19,7 @@ from ..cost_models.text_files import (
     check_same_kind,
     is_unchanged,
     matches_fields,
+    read_bytes,
     write_whole,
 )
 from .streams import remark, result
@@ -163,9 +164,12 @@ COMMAND_BY_KIND = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus
 def choose_input(named_path: Path | None, kinds: Sequence[str]) -> Path:
     """`named_path`, or else the newest `*.KIND.json` of the working directory, said on standard error.
 
-    Raises FileError where there is none, with the command that makes one.
+    Commands call it before they import what reads the file. Raises FileError where there is none, with the
+    command that makes one.
     """
     if named_path is not None:
+        if not named_path.exists():
+            read_bytes(named_path, " or ".join(kinds))
         return named_path
     candidates = [path for kind in kinds for path in Path().glob(f"*.{kind}.json") if path.is_file()]
     if not candidates:

@@ -54,10 +54,8 @@ def profile_command(
 
     What was measured before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
     """
-    from ..api.profiles import profile as measure
-    from ..api.provenance import made_by
     from ..cost_models.errors import FileError, UsageError
-    from ..profiler.profile_file import Interrupted
+    from ..profiler.names import refuse_unknown_name
     from .field_names import command_line
     from .output import choose_target, file_stem
 
@@ -65,6 +63,11 @@ def profile_command(
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
     if config is not None:
         model = _configured_name(model, config)
+    refuse_unknown_name(model)
+    from ..api.profiles import profile as measure
+    from ..api.provenance import made_by
+    from ..profiler.profile_file import Interrupted
+
     settings = dict(options.settings or {})
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
     # An estimate takes no measured profile's place.

@@ -69,10 +69,6 @@ def solve_command(
 ) -> None:
     """Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is from
     the best possible."""
-    from ..api.configuration import Configuration, read_source
-    from ..api.machine import count_gpus
-    from ..api.provenance import made_by
-    from ..api.solve import MODELS, refuse_options, solve, watching_best
     from ..cost_models.errors import UsageError
     from .field_names import command_line
     from .output import choose_input, choose_target, file_stem
@@ -83,7 +79,15 @@ def solve_command(
     )
     if not profile_files:
         typed_options.read()  # what it refuses needs no profile
-    paths = profile_files or [choose_input(None, ("profile",))]
+    paths = [
+        path if path is not None and str(path).startswith("hf:") else choose_input(path, ("profile",))
+        for path in profile_files or [None]
+    ]
+    from ..api.configuration import Configuration, read_source
+    from ..api.machine import count_gpus
+    from ..api.provenance import made_by
+    from ..api.solve import MODELS, refuse_options, solve, watching_best
+
     typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
     source = read_source(str(paths[0]))
     if isinstance(source, Configuration):
@@ -219,7 +223,7 @@ def _next_steps(plan: Plan, path: Path) -> str:
     from ..cost_models.runtime import RUNTIMES
     from ..cost_models.schedules import find_schedule
     from ..planner.plan_file import MOST_DRAWN_LAYERS
-    from ..runtimes.exports import refusals
+    from ..runtimes.choice import refusals
 
     trains = plan.training is not None
     runtimes = (
@@ -248,7 +252,7 @@ def _is_checked(plan: Plan) -> bool:
     """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
     from ..cost_models.errors import ExportError
     from ..cost_models.runtime import find_runtime
-    from ..runtimes.exports import choose
+    from ..runtimes.choice import choose
     from ..runtimes.trainer_words import INSTEAD
 
     try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .field_names import ENTER_ALL
 
@@ -77,13 +78,6 @@ VERBS = {
 """By name, the first paragraph of a verb's docstring: `xyz-links` is `xyz_links_command` of its module."""
 REMOVED = {"degrees": "solve"}
 """Verbs of earlier versions, and those that do their work now."""
-app = typer.Typer(
-    name="pplan",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
-    epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
-)
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "profile": (
         "pplan profile vgg19",
@@ -144,7 +138,35 @@ def help_footer(verb: str) -> str:
     return f"Examples:\n\n{examples}\n\n{_STATUSES.format(more=_MORE.get(verb, ''))}"
 
 
-class Verb(TyperCommand):
+def _process_value(parameter: Any, context: Any, value: Any) -> Any:
+    """Return the value of a parameter as it was typed, or what its callback makes of it.
+
+    pplan reads values itself: the readers of typer import pydantic, which takes longer than all else. A flag
+    from the environment, a value of typer's own options and one that is missing go the usual way.
+    """
+    of_typer = context.parent is None and not isinstance(value, bool | None)
+    if of_typer or (parameter.required and parameter.value_is_missing(value)):
+        return type(parameter).process_value(parameter, context, value)
+    value = () if value is None and parameter.multiple else value
+    return value if parameter.callback is None else parameter.callback(context, parameter, value)
+
+
+class _TakesText:
+    """A command whose parameters take values as they are typed."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """List the parameters, typer's --help too."""
+        parameters = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            parameter.process_value = partial(_process_value, parameter)
+        return parameters
+
+
+class _Program(_TakesText, TyperGroup):
+    """The command before the verb."""
+
+
+class Verb(_TakesText, TyperCommand):
     """A verb: its `params`, `callback` and `help` are made when one of them is first asked for."""
 
     def __init__(self, name: str) -> None:
@@ -195,6 +217,16 @@ def _print_version(version: bool) -> None:
         except PackageNotFoundError:
             print("pplan (not installed)")
         raise typer.Exit
+
+
+app = typer.Typer(
+    name="pplan",
+    cls=_Program,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
+    epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
+)
 
 
 @app.callback(invoke_without_command=True)

@@ -38,7 +38,6 @@ from typing import Any, NamedTuple, TypeVar
 from . import arguments
 from .errors import FileError, UsageError, short_repr
 from .program import Action, Program, Schedule, StageSlot
-from .program_order import resolve_order
 from .quantities import MOST_ACTIONS
 from .schedules import PROGRAMS, PUBLISHED, SCHEDULES, looped_pipe, v_pipe
 from .text_files import read_text
@@ -404,6 +403,8 @@ class ScheduleText:
         pipe = _pipe(self.places, stages, chunks)
         program = Program(tuple(actions), (pipe,), (0,) * micro_batches)
         try:
+            from .program_order import resolve_order  # imports numpy, which names do not need
+
             resolve_order(program)
         except UsageError as error:
             stage = re.search(r"stage (\d+)", error.what)

@@ -58,11 +58,10 @@ from .machines import (
     find_preset,
     is_gpu,
     match_device,
-    read_keys,
-    read_toml,
     unknown_machine,
 )
 from .quantities import parse_bytes, parse_rate, parse_seconds
+from .roofline_file import read_keys, read_toml
 from .text_files import read_text
 from .topology import NODE, UNKNOWN_DEVICE, Device, Group, Level, Link, Topology, check_devices
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, load_roofline, match_device
+from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, match_device
+from ..cost_models.roofline_file import load_roofline
 from .build_profile import build_profile
 from .layers import Layer
 from .measurement_target import MeasurementTarget

@@ -15,11 +15,13 @@ from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import either
-from .profile_file import Profile
+
+if TYPE_CHECKING:
+    from .profile_file import Profile
 
 # Names of torchvision's models, read from its files: importing it takes seconds.
 

@@ -24,7 +24,7 @@ from pplan.cli.verbs import root
 from pplan.cost_models import text_files
 from pplan.cost_models.document import Document
 from pplan.cost_models.errors import LONGEST, PplanError
-from pplan.cost_models.machines import load_roofline
+from pplan.cost_models.roofline_file import load_roofline
 from pplan.cost_models.schedule_text import read_schedule
 from pplan.cost_models.text_files import read_text
 from pplan.cost_models.topology_file import load_topology

@@ -53,8 +53,9 @@ from ..runtimes.checking.records import (
     StageWaits,
     WeightSum,
 )
+from ..runtimes.choice import choose
 from ..runtimes.documents import BuiltExport, TorchExport
-from ..runtimes.exports import choose, export_on
+from ..runtimes.exports import export_on
 from ..runtimes.trainer_words import INSTEAD
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine

@@ -12,10 +12,10 @@ from pplan.cost_models.machines import (
     ROOFLINES,
     find_roofline,
     host_bandwidth,
-    load_roofline,
     match_device,
     memory_bandwidth,
 )
+from pplan.cost_models.roofline_file import load_roofline
 
 GOOD = 'name = "NVIDIA L4"\nmemory = "20GiB"\nbandwidth = "300GB/s"\nfloat32 = 30e12\nbfloat16 = 121e12\n'
 
