@@ -103,12 +103,13 @@ def build(
     )
     from .pipelining.ranks import count_sharers
     from .pipelining.runtime_internals import partitioned_module
-    from .pipelining.stage import warn_of_second_runs
+    from .pipelining.stage import OutputForm, warn_of_second_runs
 
     document = load_document(source, DeepspeedExport)
     example = None if example_input is None else ModelInput.of(example_input)
     layers = match_layers(document, model, example, layer_names)
-    if document.config.get("pipeline", {}).get("activation_checkpoint_interval"):
+    recomputes = document.recompute == "always"
+    if recomputes:
         warn_of_second_runs(layers, "deepspeed")
     tied = find_tied_weights(layers, document.parts)
     _check_parameters(document, layers, tied)
@@ -120,10 +121,20 @@ def build(
     stage_layers = split_stage(layers, document.parts, stage, tied)
     first, end = document.parts[stage : stage + 2]
     layers = nn.Sequential(*layers[:first], *stage_layers.layers, *layers[end:])
-    safe = guard_cuts(layers, document.parts, example, document.replica_samples, packs_all=True)
+    form = OutputForm()
+    safe = guard_cuts(
+        layers,
+        document.parts,
+        example,
+        document.replica_samples,
+        packs_all=True,
+        recomputes=recomputes,
+        form=form,
+    )
     tied_modules = partial(_tied_modules, document=document, tied=tied, own=stage_layers)
     kind = partitioned_module(pipe.PipelineModule, document.parts, deepspeed.__version__, tied_modules)
     module: PipelineModule = kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
+    module.planned_stage, module.output_form = stage_layers, form
     return module
 
 

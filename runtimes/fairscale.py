@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .documents import FairscaleExport, import_package
+from .documents import FairscaleExport
 from .exports import load_document
 
 if TYPE_CHECKING:
@@ -49,10 +48,6 @@ def build(
     from .pipelining.plan_layers import prepare_pipe
 
     document = load_document(source, FairscaleExport)
-    layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
-    kind = import_package("fairscale", "fairscale.nn").Pipe
-    with warnings.catch_warnings():
-        # It points to a module that PyTorch has removed since.
-        warnings.filterwarnings("ignore", "fairscale.nn.Pipe has been upstreamed", DeprecationWarning)
-        pipe: Pipe = kind(layers, **arguments)
+    prepared = prepare_pipe(document, model, example_input, devices, layer_names)
+    pipe: Pipe = prepared.construct("fairscale", "fairscale.nn", "Pipe")
     return pipe

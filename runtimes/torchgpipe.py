@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .documents import TorchgpipeExport, import_package
+from .documents import TorchgpipeExport
 from .exports import load_document
 
 if TYPE_CHECKING:
@@ -47,6 +47,6 @@ def build(
     from .pipelining.plan_layers import prepare_pipe
 
     document = load_document(source, TorchgpipeExport)
-    layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
-    pipe: GPipe = import_package("torchgpipe", "torchgpipe").GPipe(layers, **arguments)
+    prepared = prepare_pipe(document, model, example_input, devices, layer_names)
+    pipe: GPipe = prepared.construct("torchgpipe", "torchgpipe", "GPipe")
     return pipe

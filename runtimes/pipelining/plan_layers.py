@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -29,15 +30,24 @@ from torch import Tensor, nn
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...cost_models.runtime import find_runtime
 from ...profiler.flow import KEEP_BATCH
-from ...profiler.layer_sequential import LayerSequential, register_references, tensors_used
+from ...profiler.layer_sequential import LayerSequential, modules_used, register_references, tensors_used
 from ...profiler.layers import sequential
-from ...profiler.torch_private import copy_registries, tree_leaves
+from ...profiler.torch_private import copy_registries
 from ...profiler.user_model import ModelInput
-from ..documents import BuiltExport, FairscaleExport, PipeExport, TorchgpipeExport, check_layers
+from ..documents import (
+    BuiltExport,
+    FairscaleExport,
+    PipeExport,
+    TorchgpipeExport,
+    check_layers,
+    import_package,
+)
 from .ranks import RankCoordinates
+from .runtime_internals import runs_backward
 from .stage import (
     CutTensor,
     InputForm,
+    OutputForm,
     StageShapes,
     add_zero_gradients,
     as_tuple,
@@ -45,6 +55,7 @@ from .stage import (
     pack_tensor,
     trace_shapes,
     warn_of_second_runs,
+    written_buffers,
 )
 
 
@@ -123,10 +134,27 @@ def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> Expo
 @dataclass(frozen=True, eq=False)
 class StageLayers:
     """A stage's layers; `copies`: by tied weight that it uses, the parameter that they have of it. The first
-    of the stages that use one has the model's own."""
+    of the stages that use one has the model's own. `origins`: by layer and the name of a tensor of it, the
+    identity of the model's tensor, and whether that is on an earlier stage, too."""
 
     layers: nn.Sequential
     copies: dict[int, nn.Parameter]
+    origins: list[dict[str, tuple[int, bool]]]
+
+    @classmethod
+    def of(
+        cls, layers: nn.Sequential, copies: dict[int, nn.Parameter], tied: Sequence[CopiedWeight]
+    ) -> StageLayers:
+        """The record of a stage's layers before they are moved to a device."""
+        models = {id(copy): id(tied[index].parameter) for index, copy in copies.items()}
+        origins = [
+            {
+                name: (models.get(id(value), id(value)), models.get(id(value), id(value)) != id(value))
+                for name, value in layer.state_dict(keep_vars=True).items()
+            }
+            for layer in layers
+        ]
+        return cls(layers, copies, origins)
 
 
 def split_stage(
@@ -148,13 +176,13 @@ def split_stage(
         id(tensor) in shared - registered for layer in layers[first:end] for tensor in tensors_used(layer)
     )
     if not has_references and all(weight.stages[0] == stage for weight in stage_weights.values()):
-        return StageLayers(layers[first:end], copies)
+        return StageLayers.of(layers[first:end], copies, tied)
     used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
     memo |= {id(weight.parameter): copies[index] for index, weight in stage_weights.items()}
     own_layers = copy.deepcopy(layers[first:end], memo)
     register_references(own_layers)
-    return StageLayers(own_layers, copies)
+    return StageLayers.of(own_layers, copies, tied)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,15 +331,17 @@ class StageOutputHook:
     """The forward hook of a stage's last layer.
 
     `packs`: its tensors are packed for the cut. `is_output`: they are the model's output, of which a runtime
-    takes only a tensor or a tuple of tensors.
+    takes only a tensor or a tuple of tensors. `form` remembers the rest.
     """
 
     packs: bool
     is_output: bool
+    form: OutputForm
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:  # noqa: ARG002
         if self.is_output:
-            return _collect_tensors(output)
+            tensors = tuple(self.form.take(output))
+            return tensors[0] if len(tensors) == 1 else tensors
         packed = attach_all([pack_tensor(tensor) for tensor in as_tuple(output)], always=True)
         return packed[0] if isinstance(output, Tensor) else tuple(packed)
 
@@ -325,14 +355,15 @@ def guard_cuts(
     packs_all: bool = False,
     joined_by: str | None = None,
     recomputes: bool = False,
+    form: OutputForm | None = None,
 ) -> list[nn.Module]:
     """The layers, those at cuts as twins with a hook where that is needed: all names stay, and parameters.
 
     `samples`: of a micro-batch. Without an `example`, or where the meta device cannot run the model, it is
     not known what crosses the cuts: then every stage works on clones. `packs_all`: tensors that have
     gradients are packed, too: where stages are processes, they are to be contiguous. `joined_by`:
-    the runtime, where it joins the outputs of micro-batches. `recomputes`: it runs backward from every tensor
-    of the output.
+    the runtime, where it joins the outputs of micro-batches. `recomputes`: it runs layers again in backward,
+    and where it joins outputs, backward from every tensor of them. `form` remembers the model's output.
 
     Raises ExportError where a tensor of the output holds no samples, or has no gradient to run from.
     """
@@ -344,6 +375,8 @@ def guard_cuts(
         _check_output(shapes[-1].outputs, samples, joined_by, recomputes=recomputes)
     packed = [False, *(_is_packed(about, always=packs_all) for about in crossings[1:]), False]
     safe = list(layers)
+    if recomputes:
+        keep_statistics(layers, safe)
     for stage, (first, end) in enumerate(pairwise(parts)):
         about = crossings[stage]
         overwritten = None if about is None else tuple(crossing.is_overwritten for crossing in about)
@@ -355,8 +388,57 @@ def guard_cuts(
         is_output = end == parts[-1] and not type(safe[end - 1]).__module__.startswith("torch.nn.")
         if packed[stage + 1] or is_output:
             safe[end - 1] = _copy_with_own_hooks(safe[end - 1])
-            safe[end - 1].register_forward_hook(StageOutputHook(packed[stage + 1], is_output))
+            hook = StageOutputHook(packed[stage + 1], is_output, form or OutputForm())
+            safe[end - 1].register_forward_hook(hook)
     return safe
+
+
+class FirstRunBuffers:
+    """The hooks of a layer by which only its first forward changes its buffers.
+
+    A runtime that recomputes runs the layer again in backward: that run works on copies.
+    """
+
+    def __init__(self, layer: nn.Module, written: Collection[int]) -> None:
+        self._places = [
+            (module, name)
+            for module in modules_used(layer)
+            for name, buffer in module.named_buffers(recurse=False)
+            if id(buffer) in written
+        ]
+        self._first: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def enter(self, layer: nn.Module, inputs: Any) -> None:  # noqa: ARG002
+        """Put copies in the place of the buffers."""
+        if runs_backward():
+            self._first = [(module, name, module.get_buffer(name)) for module, name in self._places]
+            for module, name, buffer in self._first:
+                setattr(module, name, buffer.clone())
+
+    def leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG002
+        """Put the buffers back."""
+        for module, name, buffer in self._first:
+            setattr(module, name, buffer)
+        self._first = []
+
+
+def keep_statistics(layers: nn.Sequential, safe: list[nn.Module]) -> None:
+    """Replace layers whose forward changes buffers by twins that change them once for a micro-batch.
+
+    Args:
+        layers: The layers of the model.
+        safe: The same, or twins. It is changed.
+    """
+    written = {id(buffer) for buffer in written_buffers(layers)}
+    for number, layer in enumerate(safe):
+        buffers = FirstRunBuffers(layer, written)
+        if len(buffers):
+            safe[number] = _copy_with_own_hooks(layer)
+            safe[number].register_forward_pre_hook(buffers.enter)
+            safe[number].register_forward_hook(buffers.leave, always_call=True)
 
 
 def _trace(
@@ -397,16 +479,6 @@ def _copy_with_own_hooks(layer: nn.Module) -> nn.Module:
 
 def _is_packed(about: Crossings | None, *, always: bool) -> bool:
     return about is not None and (always or not all(crossing.has_gradient for crossing in about))
-
-
-def _collect_tensors(output: Any) -> Any:
-    """`output`, or where that is a dict, say, its tensors: one, or a tuple of several."""
-    if isinstance(output, Tensor) or (
-        isinstance(output, tuple) and all(isinstance(part, Tensor) for part in output)
-    ):
-        return output
-    tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _unpack_all(packed: tuple[Tensor, ...], about: Crossings) -> tuple[Tensor, ...]:
@@ -477,8 +549,8 @@ def prepare_pipe(
     example_input: object,
     devices: Sequence[torch.device | str | int] | None,
     layer_names: Sequence[str] | None,
-) -> tuple[nn.Sequential, dict[str, Any]]:
-    """The layers, safe at the plan's cuts, and the keyword arguments of the runtime's constructor.
+) -> PreparedPipe:
+    """Return what the constructor of torchgpipe or FairScale takes.
 
     Raises ExportError, UsageError, MachineError, as the runtimes' `build`.
     """
@@ -496,17 +568,44 @@ def prepare_pipe(
         arguments["devices"] = _as_devices(devices, len(document.balance))
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
-    layers = _with_own_buffers(layers, parts)
-    safe = guard_cuts(layers, parts, example, size, joined_by=document.kind, recomputes=recomputes)
-    names = [name for name, _ in layers.named_children()]
-    return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
+    # Every stage registers the buffers that it uses, and they move with it.
+    stages = [split_stage(layers, parts, stage, ()) for stage in range(len(parts) - 1)]
+    names, form = [name for name, _ in layers.named_children()], OutputForm()
+    split = chain.from_iterable(stage.layers for stage in stages)
+    own = LayerSequential(OrderedDict(zip(names, split, strict=True)))
+    own.written_buffers = getattr(layers, "written_buffers", None)
+    safe = guard_cuts(
+        own,
+        parts,
+        example,
+        size,
+        joined_by=document.kind,
+        recomputes=recomputes,
+        form=form,
+    )
+    origins = [layer for stage in stages for layer in stage.origins]
+    safe_layers = nn.Sequential(OrderedDict(zip(names, safe, strict=True)))
+    return PreparedPipe(safe_layers, arguments, origins, form)
 
 
-def _with_own_buffers(layers: nn.Sequential, parts: Sequence[int]) -> nn.Sequential:
-    """Every stage registers the buffers that it uses, and they move with it."""
-    stages = [split_stage(layers, parts, stage, ()).layers for stage in range(len(parts) - 1)]
-    names = [name for name, _ in layers.named_children()]
-    return nn.Sequential(OrderedDict(zip(names, chain.from_iterable(stages), strict=True)))
+@dataclass(frozen=True, eq=False)
+class PreparedPipe:
+    """What torchgpipe's or FairScale's constructor takes: layers that are safe at the cuts, and keywords.
+
+    `origins`: by layer, as of `StageLayers`. `form`: of the model's output, once it has run.
+    """
+
+    layers: nn.Sequential
+    arguments: dict[str, Any]
+    origins: list[dict[str, tuple[int, bool]]]
+    form: OutputForm
+
+    def construct(self, runtime: str, module: str, kind: str) -> Any:
+        """Make the runtime's own object, of the class `kind` in a module of its package."""
+        with warnings.catch_warnings():
+            # FairScale points to a module that PyTorch has removed since.
+            warnings.filterwarnings("ignore", "fairscale.nn.Pipe has been upstreamed", DeprecationWarning)
+            return getattr(import_package(runtime, module), kind)(self.layers, **self.arguments)
 
 
 def _check_input(document: PipeExport, example: ModelInput | None) -> None:

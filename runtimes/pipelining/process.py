@@ -18,11 +18,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.memory import count_first_layers
 from ...cost_models.runtime import OFFLOAD
-from ...profiler.torch_private import tree_map_only
 from ...profiler.user_model import ModelInput
 from ..documents import TorchExport
 from ..torch_actions import OWN_ORDER, splits_backward
 from .plan_layers import (
+    StageLayers,
     TiedGradients,
     check_equal_buffers,
     check_groups,
@@ -48,12 +48,14 @@ from .runtime_internals import Stage, load_order
 from .stage import (
     CONSTANTS,
     InputForm,
+    LossPart,
     Samples,
     StageLoss,
     StageModule,
     StageShapes,
     map_samples,
     names_in_stage,
+    take_rows,
     trace_shapes,
     written_buffers,
 )
@@ -80,6 +82,8 @@ class PipelineProcess:
     """Whether `step` averages the gradients over the replicas, and not the wrapped modules."""
     stages: list[PipelineStage]
     """PyTorch's, which `schedule` runs."""
+    stage_layers: dict[int, StageLayers]
+    """What the layers of its stages hold of the model, by stage."""
     tied: TiedGradients
     """Copies of weights that other stages use, too: `step` adds up their gradients."""
     loss: StageLoss | None
@@ -159,7 +163,12 @@ class PipelineProcess:
         Raises:
             UsageError: The input or the target does not hold `samples` samples, or has another structure.
         """
-        losses = self._run(self.schedule.step, input, target)
+        return self.train_parts(input, self._cut_target(target))
+
+    def train_parts(self, input: object, parts: Sequence[LossPart]) -> list[Tensor]:
+        """Run forward and backward of this replica's samples, whose micro-batches count in the loss as the
+        `parts` say, and add up the gradients; see `step`."""
+        losses = self.run_parts(self.schedule.step, input, parts)
         if self.averages and self.coordinates.replicas is not None:
             average_gradients(self.parameters(), self.coordinates.replicas)
         self.tied.add_up()
@@ -171,10 +180,10 @@ class PipelineProcess:
         The layers stay in the mode they are in: call `eval()` of `modules` first for evaluation mode.
         """
         with torch.no_grad():
-            return self._run(self.schedule.eval, input, target)
+            return self.run_parts(self.schedule.eval, input, self._cut_target(target))
 
-    def _run(self, run: Callable[..., object], input: object, target: object) -> list[Tensor]:
-        """The losses of the micro-batches that PyTorch's schedule runs."""
+    def run_parts(self, run: Callable[..., object], input: object, parts: Sequence[LossPart]) -> list[Tensor]:
+        """Return the losses of the micro-batches that PyTorch's schedule runs."""
         count = self.document.micro_batches
         tensors: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {"return_outputs": False}
@@ -185,16 +194,18 @@ class PipelineProcess:
         if self.loss is None:
             run(*tensors, **options)
             return losses
-        self.loss.targets = self._cut_target(target)
+        self.loss.parts = parts
         try:
             run(*tensors, **options, target=torch.arange(count), losses=losses)
         finally:
-            self.loss.targets = None
+            self.loss.parts = None
         return [loss.detach() for loss in losses]
 
-    def _cut_target(self, target: object) -> list[Any]:
+    def _cut_target(self, target: object) -> list[LossPart]:
         """The target of each micro-batch, on this device."""
-        count = self.document.micro_batches
+        if self.loss is None:
+            return []
+        count, share = self.document.micro_batches, self.loss.share
         whole = map_samples(
             lambda tensor: tensor.to(self.device),
             target,
@@ -202,12 +213,8 @@ class PipelineProcess:
             Samples.of_process(self.samples),
         )
         size = self.samples // count
-
-        def micro_batch(number: int) -> Any:
-            rows = slice(number * size, (number + 1) * size)
-            return tree_map_only(Tensor, lambda tensor: tensor[rows], whole)
-
-        return list(map(micro_batch, range(count)))
+        rows = [slice(number * size, (number + 1) * size) for number in range(count)]
+        return [LossPart(take_rows(whole, own), share=share) for own in rows]
 
 
 def build_process(
@@ -284,7 +291,7 @@ def build_process(
     last = stages.get(count - 1)
     # Each loss counts by its share: to divide the gradients after the step is one more pass over all.
     share = 1.0 if sum_losses else 1 / document.micro_batches
-    loss = None if last is None else StageLoss(last, loss_fn, share)
+    loss = None if last is None else StageLoss(last.output_form, loss_fn, share)
     schedule = _schedule(document, pipeline_stages, loss or loss_fn)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(
@@ -297,6 +304,7 @@ def build_process(
         form,
         averages,
         pipeline_stages,
+        stage_layers,
         gradients,
         loss,
     )

@@ -55,7 +55,13 @@ IGNORED = Internal(
     "replicas of stages that share a weight, whose gradients are added up over all that hold it",
     "Use replicate='fsdp', or a plan without replicas.",
 )
-TORCH_INTERNALS = (OWN_SCHEDULE, NEIGHBOURS, IGNORED)
+BACKWARD = Internal(
+    "torch._C._current_graph_task_id",
+    lambda: torch._C._current_graph_task_id,
+    "batch norms that count a micro-batch once where torchgpipe, FairScale or DeepSpeed recompute",
+    "Set a flag around the runtime's backward.",
+)
+TORCH_INTERNALS = (OWN_SCHEDULE, NEIGHBOURS, IGNORED, BACKWARD)
 DEEPSPEED_PARTITION = Internal(
     "deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _set_bounds, _topo",
     lambda: (_pipe_module()._partition_layers, _pipe_module()._set_bounds),
@@ -81,6 +87,14 @@ DEEPSPEED_INSTRUCTIONS = Internal(
     package="deepspeed",
     tested="0.19.8",
 )
+DEEPSPEED_STEP = Internal(
+    "deepspeed.runtime.pipe.engine.PipelineEngine._exec_optimizer_step",
+    lambda: _pipe_engine()._exec_optimizer_step,
+    "an update of 16-bit weights, or of ZeRO's, apart from the forward and backward",
+    "Run the engine's schedule whole, and update in `step`.",
+    package="deepspeed",
+    tested="0.19.8",
+)
 DEEPSPEED_OPERATIONS = Internal(
     "deepspeed.ops.__compatible_ops__",
     _compatible_operations,
@@ -90,7 +104,15 @@ DEEPSPEED_OPERATIONS = Internal(
     tested="0.19.8",
     is_required=False,
 )
-DEEPSPEED_INTERNALS = (DEEPSPEED_PARTITION, DEEPSPEED_TIES, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_OPERATIONS)
+DEEPSPEED_INTERNALS = (
+    *(DEEPSPEED_PARTITION, DEEPSPEED_TIES, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_STEP),
+    DEEPSPEED_OPERATIONS,
+)
+
+
+def runs_backward() -> bool:
+    """Return whether this thread is inside a backward, where a forward is one that runs again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def load_order(schedule: Any, file: Path) -> None:
@@ -154,6 +176,14 @@ def without_compiled_operations() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__ = {}
+
+
+def take_step(engine: Any) -> None:
+    """Has DeepSpeed's engine update the weights. Raises MachineError."""
+    import deepspeed
+
+    check_internals([DEEPSPEED_STEP], deepspeed.__version__)
+    engine._exec_optimizer_step()
 
 
 def wrap_instructions(engine: Any, wrappers: Mapping[type, Callable[[Any], Any]]) -> None:

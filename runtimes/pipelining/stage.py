@@ -53,6 +53,7 @@ from ...profiler.torch_private import (
     storage_key,
     tensor_version,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
 )
 from ...profiler.user_model import ModelInput, copy_model, copy_to_meta, fixed_seed, scripted_parts
@@ -131,7 +132,7 @@ def _unpack(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype) if dtype in _CARRIERS else tensor.to(dtype)
 
 
-def pass_on(tensor: Tensor, share: float = 1.0) -> Tensor:
+def pass_on(tensor: Tensor, share: float | Tensor = 1.0) -> Tensor:
     """`tensor`, in the same memory, as one that is neither a leaf nor a view, and that no operation saved;
     its gradient is multiplied by `share` on the way back.
 
@@ -145,14 +146,14 @@ class _PassOn(torch.autograd.Function):
     """The gradient of what a stage was handed is sent back, and so must be contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, share: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, share: float | Tensor) -> Tensor:
         ctx.share = share
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         own = gradient.contiguous()
-        return own if ctx.share == 1 else own * ctx.share, None
+        return own if isinstance(ctx.share, float) and ctx.share == 1 else own * ctx.share, None
 
 
 def _attach(tensor: Tensor, anchor: Tensor) -> Tensor:
@@ -197,10 +198,21 @@ class InputForm:
         constants = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, CONSTANTS)}
         return cls(tuple(tensors), shared, constants)
 
-    def repeat_shared(self, batch: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
-        """The tensors of a global batch; those that are shared once for every micro-batch.
+    def samples(self, batch: object) -> int:
+        """Return the number of samples of a batch.
 
-        Raises UsageError where it has another number of samples or other arguments than the example input.
+        Raises:
+            UsageError: It has other arguments than the example input.
+        """
+        leaves = _arguments(ModelInput.of(batch, "the global batch"))
+        self._check_arguments(leaves)
+        return len(leaves[self.names[self.shared.index(False)]])
+
+    def tensors(self, batch: object, samples: int) -> tuple[Tensor, ...]:
+        """Return the tensors of a batch in the order of the example input.
+
+        Raises:
+            UsageError: It has another number of samples or other arguments than the example input.
         """
         leaves = _arguments(ModelInput.of(batch, "the global batch"))
         self._check_arguments(leaves)
@@ -209,6 +221,14 @@ class InputForm:
             if not shared:
                 what = "the input" if len(self.names) == 1 else f"the input's {name}"
                 Samples.of_process(samples).check(what, tensor)
+        return tuple(tensors)
+
+    def repeat_shared(self, batch: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
+        """The tensors of a global batch; those that are shared once for every micro-batch.
+
+        Raises UsageError where it has another number of samples or other arguments than the example input.
+        """
+        tensors = self.tensors(batch, samples)
         return tuple(
             torch.stack([tensor] * micro_batches) if shared else tensor.contiguous()
             for tensor, shared in zip(tensors, self.shared, strict=True)
@@ -392,18 +412,32 @@ def _assign(values: Sequence[tuple[Tensor, Tensor]]) -> None:
             buffer.copy_(value)
 
 
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
 def warn_of_second_runs(layers: nn.Sequential, runtime: str) -> None:
-    """A UserWarning where a runtime that recomputes by itself changes buffers twice for a micro-batch."""
-    names = (layers.written_buffers or ()) if isinstance(layers, LayerSequential) else ()
+    """A UserWarning where a runtime that recomputes by itself finds other buffers in a layer's second run.
+
+    Statistics of norms are no such buffers: in training a norm only writes them.
+    """
+    written = (layers.written_buffers or ()) if isinstance(layers, LayerSequential) else ()
+    names = [name for name in written if not isinstance(_owner(layers, name), _NORMS)]
     if not names:
         return
     others = f" and {format_count(len(names) - 1, 'more buffer')}" if len(names) > 1 else ""
     warnings.warn(
         f"forward changes {_in_model(layers, names[0])}{others}: {runtime}, which recomputes by running it "
-        "again, changes them twice for a micro-batch (pplan.runtimes.torch_pipelining does not)",
+        "again, then finds the changed values (pplan.runtimes.torch_pipelining does not)",
         UserWarning,
         stacklevel=4,
     )
+
+
+def _owner(layers: nn.Sequential, buffer: str) -> nn.Module:
+    return layers.get_submodule(buffer.rpartition(".")[0])
 
 
 def _in_model(layers: nn.Sequential, name: str) -> str:
@@ -537,7 +571,7 @@ class StageModule(nn.Module):
         """Whether the stage behind does not know what it is sent."""
         self.output_tensors: tuple[CutTensor, ...] = ()
         """Of the latest output, as the next stage's crossings."""
-        self._structure: tuple[TreeSpec, list[Any]] | None = None
+        self.output_form = OutputForm()
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors to send, from those received."""
@@ -560,14 +594,6 @@ class StageModule(nn.Module):
         buffers = [own for name, own in self.layers.named_buffers() if name not in self.written]
         return SavedOnHost(inputs[0].device, [*inputs, *self.layers.parameters(), *buffers])
 
-    def build_output(self, output: Tensor | tuple[Tensor, ...]) -> Any:
-        """The model's output, of the tensors that the last stage returned."""
-        if self._structure is None:
-            return output
-        spec, leaves = self._structure
-        tensors = iter(as_tuple(output))
-        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
-
     def receive(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The layers' input, from the tensors received."""
         if self.form is not None:
@@ -586,10 +612,7 @@ class StageModule(nn.Module):
 
     def _pack_output(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
-            leaves, spec = tree_flatten(output)
-            tensors = [_output_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-            markers = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._structure = None if isinstance(output, Tensor) else (spec, markers)
+            tensors = [_output_tensor(tensor) for tensor in self.output_form.take(output)]
         else:
             in_tuple = not isinstance(output, Tensor) and len(output) == 1
             outputs = as_tuple(output)
@@ -645,24 +668,80 @@ class _Tensor:
 
 _TENSOR = _Tensor()
 
+
+class OutputForm:
+    """The structure of a model's output, of which runtimes hand on the tensors alone."""
+
+    def __init__(self) -> None:
+        self._structure: tuple[TreeSpec, list[Any]] | None = None
+
+    def take(self, output: Any) -> list[Tensor]:
+        """Return the tensors of an output, and remember where they stand."""
+        leaves, spec = tree_flatten(output)
+        markers = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._structure = None if isinstance(output, Tensor) else (spec, markers)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def build(self, output: Tensor | Sequence[Tensor]) -> Any:
+        """Return the model's output, of its tensors."""
+        if self._structure is None:
+            return output
+        spec, leaves = self._structure
+        tensors = iter(as_tuple(output))
+        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+
 Loss = Callable[..., Tensor]
 
 
-class StageLoss:
-    """The loss of the tensors that the last stage returned, as the schedule calls it.
+class LossPart(NamedTuple):
+    """A micro-batch in the loss of a step.
 
-    Its gradient counts by `share`. `targets`, where they are set, are those of the micro-batches. The
-    schedule then hands over a micro-batch's number, because PyTorch cuts nothing but one tensor.
+    `target` holds `rows` samples; the other rows of the output are padding (None: there are none). The step's
+    loss counts the micro-batch's by `weight`, and its gradient by `share`.
     """
 
-    def __init__(self, last: StageModule, loss_fn: Loss, share: float = 1.0) -> None:
-        self.last, self.loss_fn, self.share = last, loss_fn, share
-        self.targets: Sequence[Any] | None = None
+    target: Any
+    rows: int | None = None
+    weight: float | Tensor = 1.0
+    share: float | Tensor = 1.0
 
-    def __call__(self, output: Tensor | tuple[Tensor, ...], target: Any) -> Tensor:
-        """The loss of a micro-batch."""
-        own = target if self.targets is None else self.targets[int(target)]
-        return pass_on(self.loss_fn(self.last.build_output(output), own), self.share)
+
+class StageLoss:
+    """The loss of the tensors that the last stage returned, as a schedule calls it.
+
+    `form`: of the output. `share`: the factor of the gradient, where no `parts` are set. `parts`: of the
+    micro-batches of a step, whose numbers the schedule then hands over, because PyTorch cuts nothing but one
+    tensor. `total` adds up their losses. Where `outputs` is a list, they are collected instead.
+    """
+
+    def __init__(self, form: OutputForm, loss_fn: Loss, share: float = 1.0) -> None:
+        self.form, self.loss_fn, self.share = form, loss_fn, share
+        self.parts: Sequence[LossPart] | None = None
+        self.outputs: list[Any] | None = None
+        self.total: Tensor | float = 0.0
+
+    def __call__(self, tensors: Tensor | tuple[Tensor, ...], target: Any) -> Tensor:
+        """Return the loss of a micro-batch."""
+        part = LossPart(target, share=self.share) if self.parts is None else self.parts[int(target)]
+        output = self.form.build(tensors)
+        if part.rows is not None:
+            output = take_rows(output, slice(part.rows))
+        if self.outputs is not None:
+            self.outputs.append(output)
+            return as_tuple(tensors)[0].new_zeros(())
+        if part.rows == 0:
+            # Nothing but padding: the gradient of no element.
+            loss = add_zero_gradients(as_tuple(tensors)[0].new_zeros(()), as_tuple(tensors))
+        else:
+            loss = self.loss_fn(output, part.target)
+            self.total = self.total + loss.detach() * part.weight
+        return pass_on(loss, part.share)
+
+
+def take_rows(tree: Any, rows: slice) -> Any:
+    """Return these samples of every tensor that is no scalar, in the same structure."""
+    return tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.dim() else tensor, tree)
 
 
 @dataclass(frozen=True)

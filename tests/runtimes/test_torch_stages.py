@@ -207,7 +207,7 @@ def test_the_loss_is_given_the_models_output() -> None:
     last = StageModule(nn.Sequential(Dictionary()), (CutTensor(torch.float32, True),), is_last=True)
     output = last(torch.zeros(2, requires_grad=True))
     assert [type(tensor) for tensor in output] == [Tensor, Tensor]
-    loss = StageLoss(last, loss_fn)(output, torch.zeros(2))
+    loss = StageLoss(last.output_form, loss_fn)(output, torch.zeros(2))
     assert loss.item() == 1.0
     assert not pass_on(loss)._is_view()
     assert list(seen[0]) == ["logits", "nothing", "all"]
@@ -219,7 +219,9 @@ def test_the_loss_is_given_the_models_output() -> None:
 def test_a_share_of_the_loss_counts_in_gradients_alone(share: float) -> None:
     last = StageModule(nn.Sequential(nn.Identity()), (CutTensor(torch.float32, True),), is_last=True)
     given = torch.tensor([1.0, 2.0], requires_grad=True)
-    loss = StageLoss(last, lambda output, target: (output * target).sum(), share)(last(given), torch.ones(2))
+    loss = StageLoss(last.output_form, lambda output, target: (output * target).sum(), share)(
+        last(given), torch.ones(2)
+    )
     assert loss.item() == 3.0
     loss.backward()  # type: ignore[no-untyped-call]
     assert given.grad is not None

@@ -458,7 +458,7 @@ class TorchAdapter(PipelineAdapter):
 
     def loss_of(self, stage: nn.Module) -> Callable[..., Tensor]:
         """The loss of the model's output, which the stage's tensors make."""
-        return StageLoss(cast(StageModule, stage), self.target.loss)
+        return StageLoss(cast(StageModule, stage).output_form, self.target.loss)
 
     def step(self, batch: ModelInput) -> list[Tensor]:
         """The losses of the micro-batches, in the process of the last stage."""

@@ -1,0 +1,183 @@
+"""Checkpoints of a training by torch.distributed.checkpoint (DCP), for any number of stages.
+
+Each process writes its part of the weights and of the optimizer's state, by the model's own names, in the
+form of torch.distributed.checkpoint.state_dict with `flatten_optimizer_state_dict=True`: "model.NAME",
+"optimizer.state.NAME.KEY" and "optimizer.param_groups.NAME.OPTION". DCP joins the parts, so another plan or
+the plain model reads them. `pplan.json` beside them names the model. DCP uses pickle: read only checkpoints
+that you wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..cost_models.errors import FileError
+from ..cost_models.text_files import sha256
+
+if TYPE_CHECKING:
+    from .training import Training
+
+ABOUT = "pplan.json"
+"""File of a checkpoint with its model and progress."""
+
+
+def write_checkpoint(training: Training, path: Path, progress: Mapping[str, Any]) -> None:
+    """Write weights and optimizer state to a folder, whole or not at all.
+
+    Args:
+        training: Every process of it calls this.
+        path: The folder, which all processes see. A checkpoint there is replaced.
+        progress: What `read_checkpoint` returns: values of JSON.
+    """
+    state = {"model": training.local_state()}
+    if training.has_optimizer:
+        state["optimizer"] = _optimizer_state(training)
+    replace_folder(training, path, progress, lambda folder: _with_dcp(dcp.save, state, folder))
+
+
+def replace_folder(
+    training: Training, path: Path, progress: Mapping[str, Any], write: Callable[[Path], object]
+) -> None:
+    """Write a checkpoint next to `path` by all processes, and rename it when it is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    if training.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _wait()
+    write(partial)
+    _wait()
+    if training.is_main:
+        about = {"model": training.tensors.model, "tensors_sha256": _digest(training)}
+        text = json.dumps(about | {"progress": dict(progress)})
+        (partial / ABOUT).write_text(text, encoding="utf-8")
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    _wait()
+
+
+def read_checkpoint(training: Training, path: Path) -> dict[str, Any]:
+    """Read weights and optimizer state that any plan, or the plain model, wrote to a folder.
+
+    Returns:
+        The progress that was written with them; nothing where pplan did not write them.
+
+    Raises:
+        FileError: There is no checkpoint, or it is one of another model.
+    """
+    progress = read_about(training, path)
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, dict[str, Any]] = {"model": dict(training.local_state())}
+    missing = sorted(name for name in training.tensors.shapes if f"model.{name}" not in stored)
+    if missing:
+        raise FileError(
+            f"{path}: the checkpoint lacks {missing[0]}, which {training.tensors.model} has",
+            "Name a checkpoint of this model, with its weights under the key 'model'.",
+        )
+    if training.has_optimizer:
+        state["optimizer"] = _empty_optimizer_state(training, stored)
+    _with_dcp(dcp.load, state, path)
+    if state.get("optimizer"):
+        _set_optimizer_state(training, state["optimizer"])
+    return progress
+
+
+def read_about(training: Training, path: Path) -> dict[str, Any]:
+    """Read the progress of a checkpoint. Raises FileError where it is not there, or of another model."""
+    if not path.is_dir():
+        raise FileError(f"{path}: no checkpoint is there", "Name the folder of one.")
+    if not (path / ABOUT).is_file():
+        return {}
+    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+    digest = _digest(training)
+    if about["tensors_sha256"] != digest:
+        raise FileError(
+            f"{path}: the checkpoint is of {about['model']} ({about['tensors_sha256'][:12]}), "
+            f"the plan trains {training.tensors.model} ({digest[:12]}), whose tensors differ",
+            "Name a checkpoint of this model, or another folder.",
+        )
+    progress: dict[str, Any] = about["progress"]
+    return progress
+
+
+def _digest(training: Training) -> str:
+    """A hash of the names and shapes of the model's tensors."""
+    shapes = training.tensors.shapes
+    return sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())))
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _with_dcp(run: Callable[..., object], state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
+        run(state, checkpoint_id=str(path))
+
+
+def _optimized(training: Training) -> list[tuple[str, nn.Parameter, dict[str, Any]]]:
+    """The parameters of the optimizer in its order, by name, each with its group."""
+    names = {id(parameter): name for name, parameter in training.named_parameters()}
+    groups = training.optimizer.param_groups
+    return [(names[id(own)], own, group) for group in groups for own in group["params"]]
+
+
+def _optimizer_state(training: Training) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, parameter, group in _optimized(training):
+        values = training.optimizer.state.get(parameter, {})
+        state |= {f"state.{name}.{key}": value for key, value in values.items()}
+        state |= {f"param_groups.{name}.{key}": own for key, own in group.items() if key != "params"}
+    return state
+
+
+def _by_tensor(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The last parts of keys by what stands before them."""
+    table: dict[str, list[str]] = {}
+    for key in keys:
+        start, _, last = key.rpartition(".")
+        table.setdefault(start, []).append(last)
+    return table
+
+
+def _empty_optimizer_state(training: Training, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors for what the checkpoint holds of this process's parameters."""
+    state: dict[str, Any] = {}
+    table = _by_tensor(stored)
+    for name, parameter, _ in _optimized(training):
+        for start in (f"state.{name}", f"param_groups.{name}"):
+            for key in table.get(f"optimizer.{start}", ()):
+                about = stored[f"optimizer.{start}.{key}"]
+                if not isinstance(about, TensorStorageMetadata):
+                    state[f"{start}.{key}"] = None
+                elif about.size == parameter.size():
+                    state[f"{start}.{key}"] = torch.zeros_like(parameter, dtype=about.properties.dtype)
+                else:
+                    state[f"{start}.{key}"] = torch.zeros(about.size, dtype=about.properties.dtype)
+    return state
+
+
+def _set_optimizer_state(training: Training, state: Mapping[str, Any]) -> None:
+    table, values = _by_tensor(state), dict[int, dict[str, Any]]()
+    groups = [dict(group) | {"params": []} for group in training.optimizer.param_groups]
+    numbers = {id(group): number for number, group in enumerate(training.optimizer.param_groups)}
+    for index, (name, _, own_group) in enumerate(_optimized(training)):
+        group = groups[numbers[id(own_group)]]
+        group["params"].append(index)
+        start = f"param_groups.{name}"
+        group |= {key: state[f"{start}.{key}"] for key in table.get(start, ())}
+        start = f"state.{name}"
+        values[index] = {key: state[f"{start}.{key}"] for key in table.get(start, ())}
+    training.optimizer.load_state_dict({"state": values, "param_groups": groups})
