@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from .field_names import ENTER_ALL
 
 VERBS = {
+    "demo": "Plan GPT-2 XL on eight A100, from costs to a report: no GPU, no download, some ten seconds.",
     "profile": "Measure a model layer by layer, forward and backward, at several micro-batch sizes.",
     "profile-links": (
         "Measure the links between devices, started by torchrun, and write the file for solve --topology."
@@ -79,6 +80,7 @@ VERBS = {
 REMOVED = {"degrees": "solve"}
 """Verbs of earlier versions, and those that do their work now."""
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "demo": ("pplan demo",),
     "profile": (
         "pplan profile vgg19",
         "pplan profile my_package.models:make_model --device cuda:0 --micro-batch-sizes 1,2,4,8",

@@ -128,7 +128,7 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: profile, profile-links, import, solve, export, import-plan, replan, show, "
+            "The verbs are: demo, profile, profile-links, import, solve, export, import-plan, replan, show, "
             "explain, check, compare, simulate, report, verify, schedules, topology, lint, "
             "profile-kernels, doctor, schema, config.",
         ),
