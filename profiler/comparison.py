@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
+from .batch_dimension import batch_note
 from .layer_sequential import tensors_used
 from .local_machine import free_bytes
 from .torch_private import has_hooks, tensor_version, tree_leaves, tree_map_only
@@ -635,10 +636,6 @@ _COPIES = 4
 """Of all weights: two copies of the model, and the gradients of both."""
 
 
-_ALIKE = 1e-3
-"""Relative; far above what the batch size does to rounding, far below what another sample does."""
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What was found; a difference is an error instead."""
@@ -652,7 +649,7 @@ class Comparison:
     attributes: tuple[str, ...] = ()
     """Of modules, that forward changes at each call and the layers do not."""
     mixing: str = ""
-    """A module that takes the batch second, where samples along dimension 0 change each other's outputs."""
+    """A note where samples along dimension 0 change each other's outputs."""
     written: tuple[str, ...] = field(default=(), compare=False)
     """Buffers of the model that the passes changed."""
 
@@ -674,13 +671,7 @@ class Comparison:
                 f"forward changes {', '.join(self.attributes)} at each call, in Python, which the layers do "
                 "not: where what it computes comes to depend on that, name the module a layer (`granularity`)"
             )
-        if self.mixing:
-            lines.append(
-                f"dimension 0 of the input does not look like the batch: {self.mixing} takes the batch "
-                "second (batch_first=False), and the outputs of one sample change with the others; "
-                "micro-batch sizes count dimension 0: set batch_first=True, or transpose in forward"
-            )
-        return tuple(lines)
+        return (*lines, *filter(None, [self.mixing]))
 
 
 class ModelCheck:
@@ -773,7 +764,7 @@ class ModelCheck:
         try:
             with fixed_seed(side.seed):
                 values = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
-                return Comparison(not_finite=values, mixing=mixing_module(side))
+                return Comparison(not_finite=values, mixing=batch_note(side))
         except Exception:
             # Batch norm takes no single sample; what else is wrong shows when it is measured.
             return Comparison()
@@ -801,7 +792,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         side.rounding,
         side.not_finite,
         tuple(side.changes_of_attributes()),
-        mixing_module(side),
+        batch_note(side),
         tuple(side.written_buffers()),
     )
 
@@ -853,47 +844,3 @@ def _why_not(model: nn.Module, example: ModelInput) -> str:
     if free is not None and needed > _SHARE_OF_MEMORY * free:
         return f"it would need {format_bytes(needed)} for weights, {format_bytes(free)} are free"
     return ""
-
-
-def mixing_module(side: SideBySide) -> str:
-    """A module that takes the batch second, where the model does not take it first; else nothing.
-
-    Only of models that have such a module: one sample is run by itself and behind another, in evaluation
-    mode, where batch norm and dropout do not mix them.
-    """
-    names = [
-        f"{path or side.name} ({type(module).__name__})"
-        for path, module in side.model.named_modules()
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
-    ]
-    if not names:
-        return ""
-    try:
-        return names[0] if _mixes(side) else ""
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        # In evaluation mode, or of one sample, the model may not run: then nothing is known.
-        return ""
-
-
-def _mixes(side: SideBySide) -> bool:
-    pair, model = side.example(2), side.plain().model.eval()
-    single = _second(pair)
-    with torch.no_grad():
-        together, _ = flat(pair.clone().call(model))
-        alone, _ = flat(single.clone().call(model))
-    both = [
-        (a, b)
-        for a, b in zip(together, alone, strict=True)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and a.dim() > 0
-    ]
-    return not all(
-        len(a) == 2 and a[1:].shape == b.shape and torch.allclose(a[1:], b, _ALIKE, _ALIKE, equal_nan=True)
-        for a, b in both
-    )
-
-
-def _second(pair: ModelInput) -> ModelInput:
-    """The second of two samples."""
-    return pair.mapped(lambda tensor: tensor[1:].clone() if tensor.dim() and len(tensor) == 2 else tensor)

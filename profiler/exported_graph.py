@@ -611,7 +611,7 @@ class ValueReads:
         self._calls: list[tuple[str, Any, _Place]] = []
 
     def watch(self, model: nn.Module, inputs: Sequence[ModelInput]) -> None:
-        """Run `model`, which it may change, on inputs of different batch sizes, which must give the same."""
+        """Run `model`, which it may change, on different inputs, which must give the same."""
         runs: list[dict[_Place, list[Any]]] = []
         for example in inputs:
             values: dict[_Place, list[Any]] = {}
@@ -626,7 +626,7 @@ class ValueReads:
                 example.clone().call(model)
             runs.append(values)
         if any(run != runs[0] for run in runs):
-            raise CannotBeOpaque("its forward takes other numbers out of tensors at another batch size")
+            raise CannotBeOpaque("its forward takes other numbers out of tensors on another input")
         if not runs[0]:
             raise NoOtherGraph("its forward takes no numbers out of tensors", "Nothing is to be done.")
         self._values = runs[0]

@@ -260,12 +260,23 @@ def export_with_checks(
     try:
         watched, some, _ = _for_real(model, example, name)
         with trial_run(some, gradients=True), _masks(example):
-            reads.watch(watched, [some, some.repeated(some.batch + 1)])
+            reads.watch(watched, [some, some.repeated(some.batch + 1), _of_other_values(some)])
         return rebuild_graph(model, _exported(*_for_real(model, example, name), reads=reads))
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise _as_model_error(error, name) from error
+
+
+def _of_other_values(example: ModelInput) -> ModelInput:
+    """As many samples with other signs and sizes; those that are no floating numbers in another order."""
+
+    def other(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != example.batch:
+            return tensor
+        return tensor * -10 if tensor.is_floating_point() else tensor.flip(0)
+
+    return example.mapped(other)
 
 
 def _tensor_attributes(model: nn.Module) -> dict[tuple[str, str], list[int]]:

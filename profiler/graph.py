@@ -101,9 +101,9 @@ def check_value(tensor: Tensor, read: str, expected: Any) -> None:
     if isinstance(tensor, fx.Proxy):
         # torch.load traces a layer's code to have its graph.
         tensor.tracer.create_proxy("call_function", check_value, (tensor, read, expected), {})
-    elif not tensor.is_meta and (found := getattr(tensor, read)()) != expected:
+    elif not tensor.is_meta and (number := getattr(tensor, read)()) != expected:
         raise ModelError(
-            f"a number that forward takes out of a tensor is {found}; these layers were made for {expected}",
+            f"a number that forward takes out of a tensor is {number}; these layers were made for {expected}",
             "Make the layers anew, with an example that has it, or name the module that reads it a layer.",
         )
 

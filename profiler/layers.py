@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 from ..cost_models.errors import ModelError
 from .comparison import Comparison, ModelCheck
-from .cutting import Granularity, GraphSegment, parts, refuse_unmatched
+from .cutting import Granularity, GraphSegment, find_calls, parts, refuse_unmatched
 from .exported_graph import attribute
 from .flow import BatchFaults, Flow, OutputForm, OutputShapes, output_forms
-from .graph import GraphRun, TracedGraph
+from .graph import GraphRun, TracedGraph, is_inside
 from .layer_sequential import (
     CloneInput,
     LayerSequential,
@@ -30,7 +30,7 @@ from .layer_sequential import (
 )
 from .mode_variants import ModeTracer, ModeVariants
 from .tracing import ELEMENTS, is_plain_sequential, trace_model
-from .trial import Trial, suggest_larger_pictures
+from .trial import NoCuts, Trial, suggest_larger_pictures
 from .user_model import ModelInput, fixed_seed, refuse_unusable
 
 # Why no stage may end with a layer: tensors overwritten or shared behind it, and the user's pins.
@@ -423,7 +423,38 @@ def _cut(
         )
     if not flow.order:
         raise ModelError(f"{name} has no layers", "Give a model that computes something.")
-    return [GraphSegment(flow, part, granularity.kind) for part in parts(flow, granularity)], flow
+    between = parts(flow, granularity)
+    if granularity.kind == "module":
+        _refuse_no_cuts(flow, granularity, len(between), name)
+    return [GraphSegment(flow, part, granularity.kind) for part in between], flow
+
+
+def _refuse_no_cuts(flow: Flow, granularity: Granularity, layers: int, name: str) -> None:
+    """Raises NoCuts unless every pattern has calls in the graph, and there is a cut."""
+    where = f"{name}: granularity='module:{{}}' makes no cut"
+    for pattern in granularity.patterns:
+        modules = Granularity("module", (pattern,))
+        if any(True for _ in find_calls(flow, modules.outermost)):
+            continue
+        path = next(path for path in flow.trial.module_names if modules.outermost(path))
+        called = [str(node.target) for node in flow.order if node.op == "call_module"]
+        around = next((module for module in called if is_inside(path, [module])), None)
+        if around is None:
+            raise NoCuts(
+                f"{where.format(pattern)}: no operation of forward runs in {path}", "Leave out that pattern."
+            )
+        error = NoCuts(
+            f"{where.format(pattern)}: {path} is inside {around}, which is run as a whole",
+            f"Name {around}, or modules around what cannot be traced.",
+        )
+        error.is_whole = True
+        raise error
+    if layers == 1:
+        raise NoCuts(
+            f"{where.format(','.join(granularity.patterns))}: forward does nothing before or behind their "
+            "calls, or what crosses there cannot be handed over",
+            "Name modules inside, or use granularity='fine'.",
+        )
 
 
 def _names(model: nn.Module, segments: Sequence[GraphSegment]) -> list[str]:

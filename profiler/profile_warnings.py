@@ -69,8 +69,12 @@ def closing_warning(whole: WholeMeasurement, notes: Sequence[str]) -> list[str]:
     size = f"micro-batch size {whole.micro_batch_size}"
     if any(note.startswith(f"{size}: {WAITED}") for note in notes):
         advice = "a larger micro-batch keeps the device busy, a quiet machine changes little"
-    else:
+    elif whole.spread is None:
+        advice = "one pass was measured, and a larger budget tells more"
+    elif whole.spread > CLOSES:
         advice = "measure again on a quiet machine"
+    else:
+        advice = f"repeated passes agree within {CLOSES:.0%}, so that a quiet machine changes little"
     return [
         f"{size}: the layers add up to {whole.closing_ratio:.3f} of the whole model's time, more than "
         f"{CLOSES:.0%} off; {advice}"

@@ -29,6 +29,7 @@ from .torch_private import (
     tree_unflatten,
 )
 from .trial import (
+    NoCuts,
     NoOtherGraph,
     NotTheModel,
     Trial,
@@ -624,11 +625,21 @@ def trace_model(
             continue
         try:
             return make(traced, trial)
+        except NoCuts as error:
+            failures.append(error)
         except NotTheModel as error:
             failures.append(error)
             suspects += error.suspects
     refuse_failing(model, example, name)
-    raise _combined(failures, name)
+    for error in failures:
+        if isinstance(error, NoCuts):
+            others = [failure for failure in failures if not isinstance(failure, NoCuts)]
+            why = f"; {_combined(others, name).what}" if others and error.is_whole else ""
+            raise ModelError(f"{error.what}{why}", error.hint)
+    combined = _combined(failures, name)
+    if not granularity.patterns and not any(isinstance(failure, NotTheModel) for failure in failures):
+        combined.hint = _suggest_a_row(model, example, name) or combined.hint
+    raise combined
 
 
 def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
@@ -720,6 +731,20 @@ def _entries(model: nn.Module) -> list[str]:
             paths += [f"{place}.{key}" for key in child_modules(parts[place])]
         paths += [] if inside else [path]
     return paths if paths != _children(model) else []
+
+
+def _suggest_a_row(model: nn.Module, example: ModelInput, name: str) -> str:
+    """A hint that names a list whose modules can be layers without a trace; empty where there is none.
+
+    It is for the user to say that all of them are called each time: one that is dropped now and then shows
+    in no comparison.
+    """
+    for path, module in model.named_modules():
+        if path and isinstance(module, nn.ModuleList) and len(module) > 1:
+            with contextlib.suppress(ModelError):
+                call_in_a_row(model, example, name, [f"{path}.{key}" for key in child_modules(module)])
+                return f"granularity='module:{path}.*' makes layers of {path}, if each is called every time."
+    return ""
 
 
 def _children(model: nn.Module) -> list[str]:

@@ -262,6 +262,13 @@ class NotTheModel(ModelError):
     """Modules that may be why: where they are taken whole, the rest may be the model."""
 
 
+class NoCuts(ModelError):
+    """A graph that holds no call of the modules that are to be layers, or no place to cut beside them."""
+
+    is_whole: bool = False
+    """Whether they are inside a module that no tool looks into."""
+
+
 class NoOtherGraph(ModelError):
     """A tool would draw the graph that another one drew before, or failed to draw."""
 

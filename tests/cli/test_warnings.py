@@ -48,9 +48,14 @@ def test_a_device_that_waited_is_told_no_quiet_machine_helps(profile: Profile) -
     """Whether measured before or after pplan told them apart."""
     whole = profile.whole[0].model_copy(update={"closing_ratio": 0.8})
     waited = f"micro-batch size {whole.micro_batch_size}: {WAITED} in the untouched model"
+    whole = whole.model_copy(update={"spread": 0.2})
     (quiet,), (busy,) = closing_warning(whole, []), closing_warning(whole, [waited])
     assert quiet.endswith("5% off; measure again on a quiet machine")
     assert "quiet machine changes little" in busy
+    for spread, advice in ((0.01, "repeated passes agree within 5%"), (None, "one pass was measured")):
+        (text,) = closing_warning(whole.model_copy(update={"spread": spread}), [])
+        assert advice in text
+        assert "measure again" not in text
     assert closing_warning(whole, ["micro-batch size 77: " + WAITED]) == [quiet]
     for text in (quiet, busy):
         doubtful = profile.model_copy(update={"whole": [whole], "notes": [waited, text]})

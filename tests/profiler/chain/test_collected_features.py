@@ -128,6 +128,21 @@ def test_names_are_those_of_the_modules_inside(public: Any) -> None:
     assert len(set(layers.layer_names)) == len(layers)
 
 
+class Again(nn.Module):
+    """Calls a module twice, beside what it adds at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(torch.relu(self.a(x))) + x  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_called_again_names_both_layers() -> None:
+    assert sequential(Again(), torch.randn(2, 8)).layer_names == ("a", "a_1")
+
+
 def test_no_cut_is_made_inside_where_more_bytes_cross_than_the_work_is_worth() -> None:
     chain = build_chain(Wide(), torch.randn(2, 64))
     assert [layer.name for layer in chain.layers][:8] == [f"body.{index}" for index in range(8)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +54,72 @@ class Untraceable(nn.Module):
 
 
 IDS = torch.arange(8).reshape(2, 4)
+
+
+class Lengths(nn.Module):
+    """Makes a number of lengths, as speech models do for their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.arange(int(lengths.max()))[None] >= lengths[:, None]
+        x = x.transpose(0, 1)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=mask)
+        return x.transpose(0, 1), lengths
+
+
+class Hidden(nn.Module):
+    """A part that decides by its input, with a list inside, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.idle = nn.Linear(4, 4), Deciding(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.first(x))  # type: ignore[no-any-return]
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = layer(x * 2) if x.sum() > 0 else layer(x * 3)
+        return x
+
+
+def test_the_advice_names_a_list_that_can_be_called_in_a_row() -> None:
+    model, given = Lengths(), (torch.randn(3, 5, WIDTH), torch.tensor([5, 2, 4]))
+    with pytest.raises(ModelError, match=r"int\(lengths\.max\(\)\)") as caught:
+        build_chain(model, given, verify=True)
+    assert "granularity='module:blocks.*'" in caught.value.hint
+    chain = build_chain(model, given, granularity="module:blocks.*", verify=True)
+    assert [layer.name for layer in chain.layers][1:4] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "reason"),
+    [
+        ("module:part.inner.*", r"part\.inner\.0 is inside part, which is run as a whole; .*x\.sum\(\) > 0"),
+        ("module:first,part.inner.*", r"'module:part\.inner\.\*' makes no cut"),
+        ("module:idle", "no operation of forward runs in idle$"),
+    ],
+)
+def test_a_pattern_that_makes_no_cut_is_refused_with_the_reason(granularity: str, reason: str) -> None:
+    with pytest.raises(ModelError, match="makes no cut") as caught:
+        build_chain(Hidden(), torch.ones(2, 4), granularity=granularity)
+    assert re.search(reason, caught.value.what), caught.value.what
+    assert caught.value.hint
+
+
+def test_a_pattern_of_the_whole_model_makes_no_cut() -> None:
+    with pytest.raises(ModelError, match="nothing before or behind"):
+        build_chain(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), granularity="module:0")
 
 
 def test_blocks_in_a_row_are_layers_without_tracing() -> None:
