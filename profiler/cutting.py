@@ -653,7 +653,8 @@ class GraphSegment:
             own = _common_path(weighty)
             if weighty and self._is_elsewhere(own):
                 # The module around the first that is here as a whole.
-                around = (path for path in _outer(weighty[0]) if not self._is_elsewhere(path))
+                outer = _outer(weighty[0]) if self.granularity == "block" else ()
+                around = (path for path in outer if not self._is_elsewhere(path))
                 own = next(around, weighty[0])
             return own or common
         return common
