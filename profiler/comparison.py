@@ -42,6 +42,7 @@ from .user_model import (
     flat,
     is_out_of_memory,
     reseed,
+    strided_buffers,
 )
 
 # Runs a model and its layers in turn, each on its own copy, and compares what the passes leave.
@@ -683,7 +684,7 @@ class ModelCheck:
         self._model, self._name, self._seconds = model, name, min(most_seconds, SECONDS)
         self._why_not = _why_not(model, example)
         if not self._why_not:
-            tensors = (*model.parameters(), *model.buffers(), *example.tensors)
+            tensors = (*model.parameters(), *strided_buffers(model), *example.tensors)
             self._example = example.to(tensors[0].device)
 
     def compare(self, bind: Bind, layer_names: Sequence[str], how: str) -> Comparison:
@@ -836,7 +837,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def _why_not(model: nn.Module, example: ModelInput) -> str:
     """Why the model cannot be run here; empty where it can, as far as its weights tell."""
-    tensors = (*model.parameters(), *model.buffers(), *example.tensors)
+    tensors = (*model.parameters(), *strided_buffers(model), *example.tensors)
     if any(tensor.is_meta for tensor in tensors):
         return "tensors on the meta device have no values"
     needed = _COPIES * sum(tensor.nbytes for tensor in tensors)

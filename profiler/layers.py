@@ -31,7 +31,7 @@ from .layer_sequential import (
 from .mode_variants import ModeTracer, ModeVariants
 from .tracing import ELEMENTS, is_plain_sequential, trace_model
 from .trial import NoCuts, Trial, suggest_larger_pictures
-from .user_model import ModelInput, fixed_seed, refuse_unusable
+from .user_model import ModelInput, fixed_seed, refuse_reading_sparse, refuse_unusable
 
 # Why no stage may end with a layer: tensors overwritten or shared behind it, and the user's pins.
 
@@ -282,14 +282,18 @@ def build_chain(
     if isinstance(model, LayerSequential) and cut_by.kind != "module":
         # Its elements are the layers that it was made of.
         cut_by, granularity_text = Granularity("block"), model.granularity
-    segments, flow, comparison = _segments(
-        model, example, name, cut_by, verify_seconds=verify_seconds if verify else None, tool=tool
-    )
+    seconds = verify_seconds if verify else None
+    try:
+        segments, flow, comparison = _segments(
+            model, example, name, cut_by, verify_seconds=seconds, tool=tool
+        )
+    except ModelError as error:
+        refuse_reading_sparse(name, model, error.what)
+        raise
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
     variants: ModeVariants | None = None
     if every_mode:
-        seconds = verify_seconds if verify else None
         variants = ModeTracer(model, example, name, cut_by, segments, flow, names, seconds).variants()
     aliases = storage_aliases(model) if aliases is None else aliases
     users = find_tensor_users(model, modules, aliases, _written(model, flow, comparison))

@@ -436,7 +436,10 @@ def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
         try:
             with trial_run(some, gradients=gradients):
                 some.call(copy)
+            _refuse_batch_elsewhere(copy, some, name)
             return
+        except ModelError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -448,6 +451,26 @@ def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
         f"{at_user_line(failures[0])}",
         OTHER_INPUT,
     ) from failures[0]
+
+
+def _refuse_batch_elsewhere(model: nn.Module, example: ModelInput, name: str) -> None:
+    """Raises ModelError where the model does not take one sample more, and has inputs that stay as they are:
+    those whose dimension 0 is not the batch."""
+    others = [tensor for tensor in example.tensors if tensor.dim() and len(tensor) != example.batch]
+    if not others:
+        return
+    try:
+        with trial_run(example):
+            example.repeated(example.batch + 1).clone().call(model)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in others)
+        raise ModelError(
+            f"{name} runs with {example.batch} samples and fails with {example.batch + 1}, while its inputs of "
+            f"shape {shapes}, whose dimension 0 is not the batch, stay as they are: {first_line(error)}",
+            "Wrap it in a module that takes every input with the samples in dimension 0, and arranges them.",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -531,11 +531,27 @@ def refuse_unusable(name: str, module: nn.Module) -> None:
             raise ModelError(
                 f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."
             )
-        if tensor.layout is not torch.strided:
-            raise ModelError(
-                f"{name}: {path} is a sparse tensor ({tensor.layout}), whose bytes pplan cannot count",
-                "Keep its indices and values in buffers, and make the sparse tensor in forward.",
-            )
+        if tensor.layout is not torch.strided and isinstance(tensor, nn.Parameter):
+            raise _sparse_error(name, path, tensor)
+
+
+def refuse_reading_sparse(name: str, module: nn.Module, message: str) -> None:
+    """Raises ModelError where the message of a failure says that forward reads a sparse buffer."""
+    for path, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided and f"no attribute '{path.rpartition('.')[2]}'" in message:
+            raise _sparse_error(name, path, buffer)
+
+
+def _sparse_error(name: str, path: str, tensor: Tensor) -> ModelError:
+    return ModelError(
+        f"{name}: {path} is a sparse tensor ({tensor.layout}), whose bytes pplan cannot count",
+        "Keep its indices and values in buffers, and make the sparse tensor in forward.",
+    )
+
+
+def strided_buffers(module: nn.Module) -> list[Tensor]:
+    """Those that copies of it have: sparse ones are left out, and no forward may read them."""
+    return [buffer for buffer in module.buffers() if buffer.layout is torch.strided]
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
@@ -583,6 +599,10 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
         memo |= {id(part): _copy_of_scripted(part, device) for part in scripted_parts(model).values()}
         memo |= {id(tensor): tensor.detach().clone() for tensor in _results_kept(model)}
         copied = copy.deepcopy(model, memo)
+        for path, buffer in list(copied.named_buffers(remove_duplicate=False)):
+            if buffer.layout is not torch.strided:
+                owner, _, field = path.rpartition(".")
+                delattr(copied.get_submodule(owner), field)
         return copied if device is None else copied.to(device)
     except Exception as error:
         if is_out_of_memory(error):

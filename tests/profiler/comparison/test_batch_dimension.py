@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pplan
+from pplan.cost_models.errors import ModelError
 from pplan.profiler.layers import build_chain
 
 SECOND = "the samples lie in dimension 1"
@@ -66,6 +68,46 @@ class Contrastive(nn.Module):
         text = self.text(texts).transpose(0, 1)
         text = self.attention(text, text, text)[0][0]
         return F.normalize(self.picture(pictures), dim=-1) @ F.normalize(text, dim=-1).T
+
+
+class Bags(nn.Module):
+    """DLRM: offsets have a row for each table, indices are lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 4, mode="sum") for _ in range(3))
+        self.bottom, self.top = nn.Linear(5, 4), nn.Linear(16, 1)
+
+    def forward(self, dense: Tensor, offsets: Tensor, indices: list[Tensor]) -> Any:
+        bags = [table(indices[row], offsets[row]) for row, table in enumerate(self.tables)]
+        return self.top(torch.cat([self.bottom(dense), *bags], 1))
+
+
+def test_inputs_with_samples_elsewhere_are_refused_with_what_to_do() -> None:
+    indices = [torch.randint(0, 20, (8,)) for _ in range(3)]
+    given = (torch.randn(4, 5), (torch.arange(4) * 2).repeat(3, 1), indices)
+    with pytest.raises(ModelError, match=r"runs with 4 samples and fails with 5.* of shape 3x4") as caught:
+        build_chain(Bags(), given)
+    assert "samples in dimension 0" in caught.value.hint
+
+
+class Sparse(nn.Module):
+    """openai-whisper keeps a sparse mask that its forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_a_sparse_buffer_that_forward_does_not_read_is_no_hindrance() -> None:
+    model = Sparse()
+    profile = pplan.profile(model, torch.randn(4, 4), device="cpu", micro_batch_sizes=[2], budget_seconds=1)
+    assert [layer.name for layer in profile.layers] == ["a", "relu", "b"]
+    assert model.heads.is_sparse
 
 
 CASES: dict[str, tuple[type[nn.Module], tuple[Tensor, ...], str]] = {
