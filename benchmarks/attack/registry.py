@@ -136,7 +136,6 @@ NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
     "degrees/degree_plan.py:build_degree_plan": "the bound of an answer, as a plan says it",
     "degrees/degree_search.py:_best_division": "the plan of some divisions",
-    "degrees/division_bound.py:_DivisionProgramme.bounds": "a part of least_division, attacked with it",
     "degrees/degree_search.py:_BestPlans.try_combination": "a part of search_degrees, attacked with it",
     "degrees/division_search.py:DivisionSearch.bound_seconds": "what DivisionSearch.advance proves",
     "degrees/linear_bound.py:_times": "a part of DivisionProgramme.value, attacked with it",

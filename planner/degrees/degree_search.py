@@ -22,7 +22,6 @@ from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from ..plan_degrees import SAME
-from .again_numbers import AgainNumbers
 from .degree_combinations import (
     Combination,
     list_combinations,
@@ -123,7 +122,7 @@ def search_degrees(
     combinations = list(list_combinations(shape, devices, options))
     if not combinations and candidate is None:
         raise nothing_possible(shape, devices, options)
-    plans, numbers = _BestPlans(memory_bytes, candidate), AgainNumbers(memory_bytes)
+    plans = _BestPlans(memory_bytes, candidate)
     ahead = [
         (lower_bound(layers), number, layers, one)
         for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
@@ -132,7 +131,7 @@ def search_degrees(
     while ahead and ahead[0][0] < plans.worst:
         _, number, layers, one = heapq.heappop(ahead)
         plans.try_combination(layers, one)
-        following = _more_again(shape, layers, one, numbers.following(layers, plans.useful(one)))
+        following = _more_again(shape, layers, one)
         if following is not None:
             heapq.heappush(ahead, (lower_bound(following[0]), number, *following))
     count = sum(
@@ -148,12 +147,12 @@ def search_degrees(
 
 
 def _more_again(
-    shape: TransformerShape, layers: LayerTable, one: Combination, number: int | None
+    shape: TransformerShape, layers: LayerTable, one: Combination
 ) -> tuple[LayerTable, Combination] | None:
-    """The same with so many blocks of each stage that run again; None where there is no such."""
-    if number is None or number > most_recompute_blocks(shape, one):
+    """The same with one more block of each stage that runs again; None where no stage has so many."""
+    if one.recompute_blocks is None or one.recompute_blocks == most_recompute_blocks(shape, one):
         return None
-    setting = replace(one.setting, recompute_blocks=number)
+    setting = replace(one.setting, recompute_blocks=one.recompute_blocks + 1)
     return layers.with_setting(setting), Combination(one.degrees, setting)
 
 

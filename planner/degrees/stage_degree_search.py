@@ -312,7 +312,9 @@ class _Search:
             estimates.append(layers.stage((stage.blocks,), place))
         update = max(stage.update_seconds for stage in estimates)
         transfers = tuple(stage.enter for stage in stages[1:])
-        estimate = StepEstimate(self.best_seconds, self.best_seconds - update, update, tuple(estimates))
+        passes = [PassSeconds(stage.forward_seconds, stage.backward_seconds) for stage in estimates]
+        pipeline = pipeline_seconds(passes, transfers, tables.micro_batches)
+        estimate = StepEstimate(pipeline + update, pipeline, update, tuple(estimates))
         return StagePlan(tuple(own), tables.samples, tables.micro_batches, transfers, estimate)
 
 

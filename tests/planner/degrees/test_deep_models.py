@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.training_setting import block_ranges
 from pplan.cost_models.transformer.training_step import estimate_stages
-from pplan.planner.degrees.again_numbers import AgainNumbers, useful_numbers
 from pplan.planner.degrees.division_bound import least_division
 from pplan.planner.degrees.stage_degree_table import BlockRuns
 
@@ -27,13 +24,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"predictors": 1},
     {"recompute": "full", "recompute_blocks": 1, "predictors": 2, "predictor_offset": 1},
 ]
-
-
-def one_kind(seed: int, stages: int, virtual: int, blocks: int, again: int = 1) -> LayerTable:
-    """Without experts, of which the first blocks of a stage run again."""
-    layers = table(seed, stages, virtual, recompute="full", recompute_blocks=again)
-    shape = replace(layers.shape, routed=(False,) * blocks, experts=None)
-    return LayerTable(shape, layers.degrees, layers.setting, layers.costs)
 
 
 @pytest.mark.parametrize("more", SETTINGS)
@@ -98,41 +88,6 @@ def steps(layers: LayerTable) -> list[tuple[tuple[int, ...], float]]:
     )
     own = (counts for counts in every if sum(counts) == blocks)
     return [(counts, estimate_stages(layers, counts).step_seconds) for counts in own]
-
-
-@pytest.mark.parametrize(("stages", "virtual", "blocks"), [(1, 1, 9), (2, 1, 9), (3, 1, 8), (2, 2, 7)])
-@pytest.mark.parametrize("seed", range(3))
-def test_numbers_of_blocks_that_run_again(seed: int, stages: int, virtual: int, blocks: int) -> None:
-    """No number is passed over with which a division fits and takes less than is enough; some are."""
-    passed = 0
-    layers = one_kind(seed, stages, virtual, blocks)
-    every: dict[int, list[tuple[float, float]]] = {}
-    for number in range(1, blocks):
-        own = layers.with_setting(replace(layers.setting, recompute_blocks=number))
-        every[number] = [(step, own.peak_bytes(counts)) for counts, step in steps(own)]
-    needs = sorted(bytes for own in every.values() for _, bytes in own)
-    for limit in (NO_LIMIT, needs[len(needs) // 4], needs[len(needs) // 20], needs[0], needs[0] * 0.999):
-        fitting = sorted(step for own in every.values() for step, bytes in own if bytes <= limit)
-        for enough in (NO_LIMIT, *fitting[:1], *fitting[len(fitting) // 3 :][:1], 0.0):
-            allowed = useful_numbers(layers, limit, enough)
-            for number, divided in every.items():
-                useful = any(step < enough and bytes <= limit for step, bytes in divided)
-                assert allowed[number] or not useful, (number, limit, enough)
-                passed += not allowed[number]
-    assert passed
-
-
-def test_the_next_number() -> None:
-    layers = one_kind(1, 2, 1, 9)
-    numbers = AgainNumbers(NO_LIMIT)
-    assert numbers.following(layers, NO_LIMIT) == 2
-    assert numbers.following(layers, 0.0) is None
-    none = layers.with_setting(replace(layers.setting, recompute_blocks=None))
-    assert numbers.following(none, NO_LIMIT) is None
-    two = table(0, 2, recompute="full", recompute_blocks=3)
-    assert numbers.following(two, 0.0) == 4
-    needs = np.array([each.peak_bytes((5, 4)) for each in (layers, none)])
-    assert AgainNumbers(float(needs.min()) / 2).following(layers, NO_LIMIT) is None
 
 
 @pytest.mark.parametrize("stages", [2, 3])

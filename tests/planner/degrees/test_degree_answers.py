@@ -12,7 +12,6 @@ from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.planner.degrees import degree_search as module
-from pplan.planner.degrees.again_numbers import AgainNumbers
 from pplan.planner.degrees.degree_combinations import Combination
 from pplan.planner.degrees.degree_refusals import _again, nothing_fits
 from pplan.planner.degrees.degree_search import (
@@ -98,11 +97,11 @@ def test_layers_of_combinations(monkeypatch: Patch) -> None:
 def test_more_blocks_that_run_again(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "most_recompute_blocks", lambda *_: 3)
     layers: Any = SimpleNamespace(with_setting=lambda setting: setting)
-    assert _more_again(SHAPE, layers, one(), None) is None
-    assert _more_again(SHAPE, layers, one(again=3), 4) is None
-    for again, more in ((1, 2), (2, 3), (1, 3)):
-        following: Any = _more_again(SHAPE, layers, one(again=again), more)
-        assert following == (one(again=more).setting, one(again=more))
+    assert _more_again(SHAPE, layers, one()) is None
+    assert _more_again(SHAPE, layers, one(again=3)) is None
+    for again in (1, 2):
+        following: Any = _more_again(SHAPE, layers, one(again=again))
+        assert following == (one(again=again + 1).setting, one(again=again + 1))
 
 
 class Plans:
@@ -153,11 +152,6 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "_layer_tables", tables)
     monkeypatch.setattr(module, "lower_bound", lambda layers: bounds[layers.key])
 
-    def following(_: Any, layers: Any, enough: float) -> int | None:
-        assert enough == 6.0
-        return None if layers.key[1] is None else layers.key[1] + 1
-
-    monkeypatch.setattr(AgainNumbers, "following", following)
     search: Any = search_degrees
     found = search(SHAPE, 4, "costs", "options", 9.0)
     ends = ["fit", "improve", "search"]

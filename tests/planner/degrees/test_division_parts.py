@@ -19,12 +19,9 @@ from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.planner.degrees import degree_baselines
 from pplan.planner.degrees.degree_baselines import _by_rule, _fastest, _first_that_fits, _megatron
 from pplan.planner.degrees.degree_combinations import Combination
-from pplan.planner.degrees.division_bound import _DivisionProgramme
 from pplan.planner.degrees.division_box import DivisionBox
 from pplan.planner.degrees.stage_degree_bound import DegreeTables, DeviceSlot
 from pplan.planner.degrees.stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns
-
-from .test_exact_bounds import NO_LIMIT, table
 
 Patch = pytest.MonkeyPatch
 
@@ -163,20 +160,6 @@ def test_cuts_take_at_least(between_is_faster: bool) -> None:
     assert tables.leave_seconds(DeviceSlot(4, 4)) == tables.leave_seconds(DeviceSlot(7, 1)) == 0.0
     assert tables.leave_seconds(DeviceSlot(2, 2)) == pytest.approx(seconds(between, 2))
     assert tables.leave_seconds(DeviceSlot(0, 1)) == pytest.approx(seconds(fast, 1))
-
-
-@pytest.mark.parametrize(("stages", "predictors", "offset"), [(3, 0, 0), (4, 1, 0), (4, 1, 1), (2, 1, 0)])
-def test_stages_with_the_same_beside_blocks(stages: int, predictors: int, offset: int) -> None:
-    """What is kept for several stages is what each has; of how many blocks each may be."""
-    layers = table(3, stages, blocks=5, predictors=predictors, predictor_offset=offset)
-    programme = _DivisionProgramme(layers, NO_LIMIT, NO_LIMIT)
-    for stage in range(stages):
-        kept, own = programme._stage_costs(stage), programme._costs_on(stage)
-        for name in ("forward", "backward", "update", "fixed", "saved"):
-            assert getattr(kept, name) == pytest.approx(getattr(own, name)), (stage, name)
-        between = 0 < stage < stages - 1 - offset
-        for run, allowed in zip(programme.runs.runs, programme._allowed[stage], strict=True):
-            assert allowed == (not run if stage >= stages - offset else len(run) >= between)
 
 
 def one(
