@@ -370,21 +370,6 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
-OWN_FUNCTIONS = ("cost_models", "planner")
-"""Folders whose functions are named by verbs."""
-
-
-def test_functions_are_verbs_and_not_of_something() -> None:
-    files = [path for room in OWN_FUNCTIONS for path in sources(room)]
-    names = {
-        node.name
-        for path in files
-        for node in nodes(path)
-        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"[a-z]\w*_of", node.name)
-    }
-    assert names == set()
-
-
 NAMED_BY_THINGS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "cli")
 """Folders whose names were gone through one by one."""
 PARTICIPLES = re.compile(
@@ -393,12 +378,6 @@ PARTICIPLES = re.compile(
     re.IGNORECASE,
 )
 """No names: they say what happened to a thing, and not which it is. A plan is a `plan`, not `made`."""
-
-
-FURTHER_PARTICIPLES = re.compile(
-    r"_*(counted|decided|declared|gone|grown|launched|listed|sealed|thinned|unsearched)_*", re.IGNORECASE
-)
-"""No names of `OWN_FUNCTIONS`, either."""
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -419,8 +398,5 @@ def test_names_are_those_of_things(room: str) -> None:
     files = sources(room)
     assert files
     for path in files:
-        names = set(names_in(path))
-        riddles = {name for name in names if PARTICIPLES.fullmatch(name)}
-        if room in OWN_FUNCTIONS:
-            riddles |= {name for name in names if FURTHER_PARTICIPLES.fullmatch(name)}
+        riddles = {name for name in names_in(path) if PARTICIPLES.fullmatch(name)}
         assert not riddles, f"{path}: {sorted(riddles)}"
