@@ -85,10 +85,6 @@ class Runtime:
     builds: str = field(default="", compare=False)
     """A line that builds a process's stages by `module`. Empty where nothing does: then no script of pplan's
     trains by the file, and `pplan check` does not run it."""
-    script_imports: str = field(default="build", compare=False)
-    """Names of `module` that a script imports."""
-    first_rank: str = field(default="", compare=False)
-    """An expression for the rank in a script that torchrun starts. Empty for one process."""
     converts: bool = field(default=False, compare=False)
     """True if it converts the model to the plan's dtype, and not its input."""
     program: str = field(default="", compare=False)
@@ -281,8 +277,6 @@ RUNTIMES: dict[str, Runtime] = {
             adapter="DeepspeedAdapter",
             module="deepspeed",
             builds="stage = build({file}, model, loss_fn, example_input)",
-            script_imports="DeepspeedExport, build, start",
-            first_rank="engine.global_rank",
             converts=True,
         ),
         Runtime(
@@ -306,7 +300,6 @@ RUNTIMES: dict[str, Runtime] = {
             adapter="TorchAdapter",
             module="torch_pipelining",
             builds="process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
-            first_rank="dist.get_rank()",
         ),
         Runtime(
             "huggingface",

@@ -279,7 +279,8 @@ def _deepspeed_config(plan: Plan, choice: PlanRow) -> dict[str, Any]:
     if dtype == "bfloat16" and plan.gradient_dtype is not None:  # by default that depends on ZeRO
         config["data_types"] = {"grad_accum_dtype": plan.gradient_dtype}
     if plan.zero and choice.replicas[0] > 1:
-        config["zero_optimization"] = {"stage": plan.zero}
+        # DeepSpeed calls torch's optimizers untested, and refuses them otherwise.
+        config |= {"zero_optimization": {"stage": plan.zero}, "zero_allow_untested_optimizer": True}
     return {
         "train_batch_size": choice.micro_batches * choice.micro_batch_size,
         "train_micro_batch_size_per_gpu": choice.micro_batch_size // choice.replicas[0],

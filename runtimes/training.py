@@ -912,7 +912,15 @@ class DeepspeedTraining(ProcessTraining):
         if not self.keeps_gradients:
             return super().load(path)
         progress = read_about(self, Path(path))
+        load, replicas = self.engine.optimizer.load_state_dict, self.document.replicas
+        if self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
+            # DeepSpeed 0.19.8 hands its optimizer a state where that reads a list of them, and forgets the
+            # float32 weights.
+            self.engine.optimizer.load_state_dict = lambda state, load_optimizer_states: load(
+                [state] * replicas, load_optimizer_states=load_optimizer_states, load_from_fp32_weights=True
+            )
         self.engine.load_checkpoint(str(path), tag="pplan")
+        self.engine.optimizer.load_state_dict = load
         return progress
 
     def _forget_gradients(self) -> None:

@@ -40,10 +40,8 @@ _CLASSES, _CLASSES_OF_CLIPS = 1000, 400
 """What torchvision's classifiers tell apart where nobody says."""
 
 
-def model_lines(
-    profile: Profile, model: NamedModel, row: Runtime, build: str, *, optimizer: str
-) -> dict[str, object]:
-    """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
+def model_lines(profile: Profile, model: NamedModel, row: Runtime, *, optimizer: str) -> dict[str, object]:
+    """Values for a template: imports, batch, loss, model_lines, and what a sum of losses is divided by.
 
     If no loss is known, the loss is a placeholder, `warning` prints so before the first step, and `loss_name`
     names it in the printed lines.
@@ -57,26 +55,16 @@ def model_lines(
         )
     data = _Data.of(profile, model.name, "float32" if row.converts else profile.dtype)
     placeholder = not data.is_plain and data.functional is None
-    warning = "    print(PLACEHOLDER, file=sys.stderr)\n"
-    if row.first_rank:
-        warning = f"    if {row.first_rank} == 0:\n    {warning}"
-    is_half = row.converts and profile.dtype in ("float16", "bfloat16") and data.is_one_float
-    on_first_device = "inputs.to(pipe.devices[0])"
+    warning = "        if training.is_main:\n            print(PLACEHOLDER, file=sys.stderr)\n"
     return {
-        "imports": "\n".join(_imports(model.name, row, data, build, optimizer)),
-        "typing": "\nfrom typing import Any" if row.converts or not data.is_plain else "",
+        "imports": "\n".join(_imports(model.name, row, data, optimizer)),
+        "typing": "" if data.is_plain else "\nfrom typing import Any",
         "batch": data.batch(),
         "loss": data.loss_code(placeholder=placeholder),
         "loss_name": "placeholder loss" if placeholder else "loss",
         "warning": warning if placeholder else "",
         "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, row, data)),
-        "on_first_device": on_first_device
-        if data.is_one
-        else "tuple(each.to(pipe.devices[0]) for each in inputs)",
-        # A runtime that converts the model does not convert its input.
-        "sliced": ("inputs[own]" + f".to(torch.{profile.dtype})" * is_half)
-        if data.is_one
-        else "tuple(each[own] for each in inputs)",
+        "divisor": ", divisor=(labels != -100).sum()" if data.sums else "",
     }
 
 
@@ -154,9 +142,7 @@ class _Data:
         if placeholder:
             sentence = "EDIT HERE. Stands for your loss, of the first tensor that the model returns."
         by_token = "first.flatten(0, 1), labels.flatten()"
-        arguments = (
-            by_token if self.tokens and self.functional == "cross_entropy" else "first.flatten(1), labels"
-        )
+        arguments = f'{by_token}, reduction="sum"' if self.sums else "first.flatten(1), labels"
         return (
             f'PLACEHOLDER = "{_PLACEHOLDER}"\n\n\n'
             * placeholder
@@ -167,6 +153,11 @@ class _Data:
             "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]\n    return "
             + (f"{self.functional}({arguments})" if self.functional else "first.square().mean()")
         )
+
+    @property
+    def sums(self) -> bool:
+        """Whether the loss is a sum, to be divided by the valid labels of the whole batch."""
+        return self.tokens is not None and self.functional == "cross_entropy"
 
     @property
     def functional(self) -> str | None:
@@ -191,15 +182,13 @@ class _Data:
         return f"torch.randint({self.classes}, ({shape}), generator=random)"
 
 
-def _imports(name: str, row: Runtime, data: _Data, build: str, optimizer: str) -> list[str]:
+def _imports(name: str, row: Runtime, data: _Data, optimizer: str) -> list[str]:
     """The import lines, in the order that linters ask for."""
     modules = ["import torch", "import torchvision" if _is_torchvisions(name) else "import pplan"]
-    if row.first_rank.startswith("dist."):
-        modules.append("import torch.distributed as dist")
     if optimizer == "adamw-8bit" and not row.own_optimizer:
         modules.append("import bitsandbytes")
     functions = [f"from torch.nn.functional import {data.functional}"] if data.functional else []
-    return [*sorted(modules), *sorted([build, *functions])]
+    return [*sorted(modules), "from pplan.runtimes.training import build", *functions]
 
 
 def _model_code(profile: Profile, model: NamedModel, row: Runtime, data: _Data) -> list[str]:
@@ -315,10 +304,9 @@ def write_script(
         )
     _check_module_name(path)
     named_model = model_for(profile, model, settings or {})
-    build = f"from pplan.runtimes.{row.module} import {row.script_imports}"
-    names = model_lines(profile, named_model, row, build, optimizer=plan.optimizer)
-    names |= _fields(document, row, plan, path, plan_reference, device)
-    text = _fill(row.name, names)
+    names = model_lines(profile, named_model, row, optimizer=plan.optimizer)
+    names |= _fields(document, row, plan, path, plan_reference, device, sums=bool(names["divisor"]))
+    text = _fill("training", names)
     loss_line = text[: text.index("def loss_of(")].count("\n") + 1
     return Script(text, str(names["command"]), loss_line if names["warning"] else None)
 
@@ -330,7 +318,7 @@ def _fill(template: str, names: Mapping[str, object]) -> str:
 
 
 def _fields(
-    document: Any, row: Runtime, plan: Plan, path: Path, beside: Path, device: str
+    document: Any, row: Runtime, plan: Plan, path: Path, beside: Path, device: str, *, sums: bool
 ) -> dict[str, object]:
     """Values for a template that follow from the export and the plan."""
     if plan.optimizer not in OPTIMIZERS:
@@ -338,20 +326,20 @@ def _fields(
             f"`script`: the plan's optimizer is {quote_name(plan.optimizer)}",
             f"Known are {', '.join(OPTIMIZERS)}.",
         )
-    optimizer, options = OPTIMIZERS[plan.optimizer]
-    start, checkpoint, count = "python", f"{path.stem}.pt", len(document.parts) - 1
+    start, count = "python", len(document.parts) - 1
+    arguments = ["PLAN", "model", "loss_of", "example"]
+    if not row.own_optimizer:
+        arguments.append(f"optimizer=partial({', '.join(OPTIMIZERS[plan.optimizer])})")
+    if sums:
+        arguments.append('loss_reduction="sum"')
     if not row.one_process:
         nodes = count_nodes(document.devices, plan.gpus_per_node)
-        start, checkpoint = (
-            f"torchrun {torchrun_options(len(document.devices), nodes)}",
-            f"{path.stem}.checkpoint",
-        )
-    device_text = '"cpu"'
-    if device == "cuda":
-        word, comment = ('"cuda"', "") if row.converts else ("None", "  # None: the plan's for this process")
-        device_text = f'{word} if torch.cuda.is_available() else "cpu"{comment}'
+        start = f"torchrun {torchrun_options(len(document.devices), nodes)}"
+        arguments += ['device="cpu"'] * (device == "cpu")
+    checkpoint = f"{path.stem}.checkpoint"
     return {
         "command": f"{start} {shlex.quote(path.name)}",
+        "runtime": row.name,
         "model": _printable_name(document.model),
         "plan_name": _printable_name(beside.name),
         "plan_path": f"HERE / {write_literal(beside.as_posix())}",
@@ -362,11 +350,8 @@ def _fields(
         "step_seconds": format_seconds(document.step_seconds),
         "mini_batch": document.mini_batch,
         "micro_batches": document.mini_batch // document.micro_batch_size,
-        "micro_batch": document.micro_batch_size,
-        "replicas": document.replicas,
-        "device": device_text,
-        "optimizer": optimizer,
-        "optimizer_options": options,
+        "functools": "from functools import partial\n" * (not row.own_optimizer),
+        "arguments": "".join(f"        {argument},\n" for argument in arguments),
     }
 
 

@@ -78,6 +78,8 @@ TWICE = [
     for recompute in ("never", "always")
 ]
 """What micro-batches change, with and without running layers again."""
+KEPT = Case("kept-gradients", replicas=2, zero=1, runtimes=("deepspeed",), checkpoint="kept")
+"""DeepSpeed's optimizer keeps the gradients."""
 
 
 def case_file(case: Case, runtime: str, make_plan: MakePlan, folder: Path) -> dict[str, Any]:
@@ -179,7 +181,10 @@ def results(make_plan: MakePlan, run_ranks: RunRanks, tmp_path_factory: pytest.T
     found: Results = {}
     top = tmp_path_factory.mktemp("training")
     save_plainly(top / "plain")
-    cases = sorted((*CASES, *TWICE, *CHECKPOINTS), key=lambda own: own.first)
+    cases = sorted(
+        (*CASES, *TWICE, *CHECKPOINTS, KEPT, replace(KEPT, name="kept-again", first=3)),
+        key=lambda own: own.first,
+    )
     jobs: dict[tuple[int, int, str], list[Case]] = {}
     for case in cases:
         for runtime in case.runtimes:
@@ -266,3 +271,16 @@ def test_the_plain_model_reads_a_checkpoint_of_stages(results: Results, tmp_path
         assert largest_difference(value.flatten(), ranks[0]["planned"][f"state {name}"]) == 0
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 8)
     assert optimizer.state[model.stem.weight]["step"] == 3
+
+
+@pytest.mark.slow
+def test_deepspeeds_own_optimizer_trains_clips_and_goes_on(results: Results) -> None:
+    if ("deepspeed", KEPT.name) not in results:
+        pytest.skip("deepspeed is not installed")
+    for name in (KEPT.name, "kept-again"):
+        ranks = results["deepspeed", name]
+        for own in ranks:
+            assert "error" not in own, own["error"]
+            for key, value in own["planned"].items():
+                if key != "norms":
+                    assert largest_difference(value, ranks[0]["plain"][key]) < 1e-5, key
