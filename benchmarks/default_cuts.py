@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pplan
-from pplan.profiler.layers import LayerChain, build_chain
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain
 from pplan.profiler.models import load_model
 
 MARKS = "<!-- made by benchmarks/default_cuts.py -->", "<!-- end of default cuts -->"

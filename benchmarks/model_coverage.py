@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import pplan
 from pplan.profiler import comparison
-from pplan.profiler.comparison import Comparison
+from pplan.profiler.layer import Comparison
 from pplan.profiler.layers import as_sequential, build_chain
 from pplan.profiler.user_model import flat, repeatable_seeds
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..cost_models.errors import MachineError
 from ..cost_models.layer import parts_warning
 from ..cost_models.memory import FRAGMENTATION_RESERVE
-from .layers import LayerChain
+from .layer import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .profile_file import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .batch_dimension import batch_note
-from .layer_sequential import tensors_used
+from .layer import Comparison, tensors_used
 from .local_machine import free_bytes
 from .torch_private import has_hooks, tensor_version, tree_leaves, tree_map_only
 from .training_pass import (
@@ -637,44 +637,6 @@ _COPIES = 4
 """Of all weights: two copies of the model, and the gradients of both."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was found; a difference is an error instead."""
-
-    batches: tuple[int, ...] = ()
-    """Of the passes, in order: of the model, and each time of the layers."""
-    why_not: str = ""
-    rounding: float = 0.0
-    """The largest difference, in parts of the largest value of its kind; 0: equal bit for bit."""
-    not_finite: str = ""
-    attributes: tuple[str, ...] = ()
-    """Of modules, that forward changes at each call and the layers do not."""
-    mixing: str = ""
-    """A note where samples along dimension 0 change each other's outputs."""
-    written: tuple[str, ...] = field(default=(), compare=False)
-    """Buffers of the model that the passes changed."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a profile is to say of it; nothing where all is equal."""
-        lines = []
-        if self.why_not:
-            lines.append(f"layers and model were not compared by value: {self.why_not}")
-        if self.rounding:
-            lines.append(
-                f"outputs and gradients of the layers are those of the model within rounding: they differ by "
-                f"{self.rounding:.1g} of the largest"
-            )
-        if self.not_finite:
-            lines.append(f"the model's own output holds {self.not_finite}, on the example input")
-        if self.attributes:
-            lines.append(
-                f"forward changes {', '.join(self.attributes)} at each call, in Python, which the layers do "
-                "not: where what it computes comes to depend on that, name the module a layer (`granularity`)"
-            )
-        return (*lines, *filter(None, [self.mixing]))
-
-
 class ModelCheck:
     """Compares layers with the model; those of several frontends in turn."""
 
@@ -723,8 +685,9 @@ class ModelCheck:
 
     def run_once(self) -> None:
         """Before anything is traced: tables that forward keeps outside of the model, in a global or by
-        functools.cache, are then made of real tensors, and not of a trace's stand-ins for good."""
-        if not self._why_not:
+        functools.cache, are then made of real tensors, and not of a trace's stand-ins for good. Modules of
+        torch and torchvision keep none."""
+        if not self._why_not and _runs_own_code(self._model):
             side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
             # What fails is told when it is compared.
             with left_alone(self._model, self._name), suppress(Exception), fixed_seed(side.seed):

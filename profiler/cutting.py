@@ -19,8 +19,9 @@ from torch import Tensor, fx, nn
 
 from ..cost_models.errors import ModelError, UsageError
 from .exported_graph import attribute
-from .flow import Flow, Position, Shapes, shapes_in
+from .flow import Flow, Position, shapes_in
 from .graph import GraphRun, find_attribute, graph_module, is_inside, module_around, recover_sizes
+from .layer import Shapes
 
 # The blocks that a model repeats, found in its graph, and the few layers around them.
 #

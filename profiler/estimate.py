@@ -16,7 +16,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, match_device
 from ..cost_models.roofline_file import load_roofline
 from .build_profile import build_profile
-from .layers import Layer
+from .layer import Layer
 from .measurement_target import MeasurementTarget
 from .meta_device import Kernels
 from .operations import LayerOperations, Operation

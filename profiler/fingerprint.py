@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from ..cost_models.text_files import sha256
 from .cache import environment, process_state
-from .layer_sequential import storage_aliases
+from .layer import storage_aliases
 from .local_machine import device_memory_bytes, device_name, versions
 from .losses import load_loss
 from .measurement_target import Setup, dtype_for

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
 from ..cost_models.errors import ModelError
-from .comparison import Comparison, ModelCheck
+from .comparison import ModelCheck
 from .cutting import Granularity, GraphSegment, find_calls, parts, refuse_unmatched
 from .exported_graph import attribute
-from .flow import BatchFaults, Flow, OutputForm, OutputShapes, output_forms
+from .flow import Flow, output_forms
 from .graph import GraphRun, TracedGraph, is_inside
-from .layer_sequential import (
-    CloneInput,
-    LayerSequential,
-    ModeLayer,
-    Sharing,
-    model_name,
-    register_once,
+from .layer import (
+    BatchFaults,
+    Comparison,
+    Layer,
+    LayerChain,
+    ModeVariants,
+    OutputShapes,
+    TensorUsers,
+    find_tensor_users,
+    list_unused,
     storage_aliases,
     tensors_used,
 )
-from .mode_variants import ModeTracer, ModeVariants
+from .layer_sequential import CloneInput, LayerSequential, ModeLayer, Sharing, model_name, register_once
+from .mode_variants import ModeTracer
 from .tracing import ELEMENTS, is_plain_sequential, trace_model
 from .trial import NoCuts, Trial, suggest_larger_pictures
 from .user_model import ModelInput, fixed_seed, refuse_reading_sparse, refuse_unusable
@@ -66,55 +68,6 @@ def _overwritten(segment: GraphSegment, name: str, model: nn.Module, *, is_next:
     return f"in-place {kind} follows" if is_next else f"in-place {kind} {name} overwrites it"
 
 
-class TensorUsers(NamedTuple):
-    """A parameter or buffer, its name, and the positions of the modules that use it, ascending."""
-
-    name: str
-    tensor: Tensor
-    layers: list[int]
-    overlaps: bool
-    """Whether another parameter or buffer lies in the same memory."""
-
-    is_written: bool
-    """Whether a run of the model changed it."""
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether each of several users may have a copy of its own, which trains like the others."""
-        return len(self.layers) > 1 and isinstance(self.tensor, nn.Parameter) and not self.overlaps
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether it is a buffer of which each of several users may have a copy of its own, which stays the
-        same."""
-        is_shared = len(self.layers) > 1 and not isinstance(self.tensor, nn.Parameter)
-        return is_shared and not (self.overlaps or self.is_written or self.tensor.requires_grad)
-
-
-def find_tensor_users(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    aliases: Sequence[Sequence[str]],
-    written: Container[int] = (),
-) -> list[TensorUsers]:
-    """Of each parameter and buffer that modules use. Tensors that lie in the same memory are one, by the name
-    of the first."""
-    paths: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        paths.setdefault(id(tensor), name)
-    first_of = {name: group[0] for group in aliases for name in group}
-    users: dict[str | int, TensorUsers] = {}
-    for index, module in enumerate(modules):
-        for key, tensor in {id(tensor): tensor for tensor in tensors_used(module)}.items():
-            path = paths.get(key)
-            one = key if path is None else first_of.get(path, path)
-            name = one if isinstance(one, str) else "a tensor"
-            new = TensorUsers(name, tensor, [], path in first_of, key in written)
-            positions = users.setdefault(one, new).layers
-            positions.extend([index] if index not in positions else [])
-    return list(users.values())
-
-
 def sharing_reasons(tensors: Sequence[TensorUsers], names: Sequence[str]) -> Reasons:
     """No cut between the first and the last user of a buffer that is written, nor of parameters that overlap
     in memory."""
@@ -148,90 +101,6 @@ def layer_numbers(segments: Sequence[GraphSegment]) -> dict[fx.Node, int]:
 
 _ENOUGH_SIZES = 2
 """Batch sizes that tell which dimension of a tensor is the batch's."""
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """The smallest thing that may sit alone on a stage.
-
-    Takes one tensor or one tuple of tensors, and returns the same for the next; the last returns what the
-    model does.
-    """
-
-    name: str
-    kind: str
-    module: nn.Module
-    """Runs the layer with the model's own modules and parameters."""
-    path: str | None
-    """Where the model keeps `module`; None where it was put together from several or from functions."""
-    parameters: tuple[nn.Parameter, ...]
-    """Those that no earlier layer uses."""
-    buffers: tuple[Tensor, ...]
-    cut_reason: str | None
-    """Why no stage may end with this layer."""
-    crossing: int = 1
-    """Tensors that it hands to the next layer, each once."""
-    shapes: OutputShapes | None = None
-    """Shapes of these, or of the model's output, at several batch sizes; None: not known."""
-
-    def check_shapes(self, size: int, output: object) -> None:
-        """Raise ShapeDependsOnBatch where the output of `size` samples has another shape than others."""
-        if self.shapes is not None:
-            self.shapes.check(size, output)
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters)
-
-    @property
-    def trainable_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters if parameter.requires_grad)
-
-    @property
-    def largest_parameter_bytes(self) -> int:
-        """Of the trainable ones."""
-        return max((own.nbytes for own in self.parameters if own.requires_grad), default=0)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerChain:
-    """The layers in the order they run; each feeds the next."""
-
-    model_name: str
-    layers: tuple[Layer, ...]
-    overwrites_input: bool
-    """Whether a layer changes the model's input in place."""
-    granularity: str = "block"
-    edges: tuple[tuple[int, int], ...] = ()
-    """Which layer makes a tensor, and which uses it: those of neighbours, and those that skip layers."""
-    keep_together: tuple[str, ...] = ()
-    """The user's pins: patterns of layer names."""
-    aliases: tuple[tuple[str, ...], ...] = ()
-    """Names of different parameters and buffers that lie in the same memory."""
-    drops_checkpoints: bool = False
-    """Whether the model recomputes parts of itself (torch.utils.checkpoint), which its layers do not."""
-    tool: str = "torch.fx"
-    """What drew the graph that was cut."""
-    comparison: Comparison | None = None
-    """The comparison with the model by value; None: not asked for."""
-    unused: tuple[str, ...] = ()
-    """Parameters and buffers of the model that no layer uses, by name."""
-    users: tuple[TensorUsers, ...] = ()
-    """The users of each parameter and buffer."""
-    own_modes: tuple[str, ...] = ()
-    """Modules with a `train` of their own, the model itself by its class."""
-    faults: BatchFaults = BatchFaults()
-    variants: ModeVariants | None = None
-    """Code of the layers in other modes. None if it is the same, or was not asked for."""
-    outputs: tuple[OutputForm, ...] = ()
-    """The tensors that the model returns."""
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
 
 def build_chain(
@@ -343,14 +212,6 @@ def _own_modes(model: nn.Module) -> Iterator[str]:
         own = type(module).train
         if own is not nn.Module.train and not (own.__module__ or "").startswith(("torch.", "pplan.")):
             yield path or type(module).__name__
-
-
-def list_unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Names of the model's parameters and buffers that none of the modules uses."""
-    used = {id(tensor) for module in modules for tensor in tensors_used(module)}
-    state = model.state_dict(keep_vars=True)
-    own = (*model.named_parameters(), *model.named_buffers())
-    return tuple(name for name, tensor in own if name in state and id(tensor) not in used)
 
 
 def _segments(

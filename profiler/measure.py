@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -17,21 +17,37 @@ from ..cost_models.quantities import format_bytes
 from .build_profile import build_profile
 from .cache import ProfileCache, Request
 from .clocks import Clock, clock_for
+from .comparison import left_alone
 from .estimate import AnalyticTarget, estimate
 from .fingerprint import fingerprint
 from .journal import Journal
+from .layer import KEEP_BATCH, LayerChain, ShapeDependsOnBatch, storage_aliases
+from .layers import build_chain
 from .local_machine import free_bytes, parse_device
-from .measurement_target import MeasurementTarget, Setup, build_target
+from .losses import load_loss
+from .measurement_target import MeasurementTarget, Setup, dtype_for, dtype_text
 from .models import from_module
 from .modes import Modes
 from .profile_file import Interrupted, Profile, Unmeasured
 from .profile_options import ProfileOptions
+from .repeated_layers import shorten
 from .segments import SegmentedSweep
 from .size_run import release
 from .size_sweep import Progress, SizeSweep, WholeSweep, host_note
 from .structure import SIZES, all_different, as_on_the_cpu, count_structure, find_equal_layers
+from .tracing import refuse_hooks
 from .trial import experts_on_meta
-from .user_model import DoesNotFit, LoadedModel, fixed_seed
+from .user_model import (
+    DoesNotFit,
+    LoadedModel,
+    ModelInput,
+    copy_model,
+    copy_to_host,
+    copy_to_meta,
+    fixed_seed,
+    is_out_of_memory,
+    refusal,
+)
 
 _VERIFYING = 0.2
 """Of the budget, what comparing layers and model may take, but for a first pass of both."""
@@ -160,7 +176,7 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
 
 def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures with the whole model on the device. Raises DoesNotFit."""
-    subject = build_target(loaded, setup, limits.smallest)
+    subject = _build_target(loaded, setup, limits.smallest)
     _check_fits(subject, limits.smallest, limits.request.memory_bytes)
 
     sweep = partial(WholeSweep, parts=limits.request.parts, memory_bytes=limits.request.memory_bytes)
@@ -173,7 +189,7 @@ def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -
     kept = limits.profile_cache.find(limits.key, limits.request, loaded)
     if kept is not None:
         return kept
-    subject = build_target(loaded, setup, limits.smallest, host=True)
+    subject = _build_target(loaded, setup, limits.smallest, host=True)
     free = partial(_usable_bytes, setup.device, limits.request.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), journal=False)
 
@@ -217,6 +233,93 @@ def _sweep_profile(
     return limits.profile_cache.keep(limits.key, limits.request, layers, measure)
 
 
+def _build_target(
+    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False, few_blocks: bool = False
+) -> MeasurementTarget:
+    """The working copy on the device (`host`: left on the CPU), and its layers. `few_blocks`: of many equal
+    blocks only some need be traced. Raises DoesNotFit."""
+    kind, notes = dtype_for(loaded, setup.dtype)
+    place = torch.device("cpu") if host else setup.device
+    refuse_hooks(loaded.module, loaded.name)  # a copy of a GraphModule has none
+    try:
+        copy = setup.modes.converted(_copied_to(place, loaded).to(kind))
+        for parameter in copy.parameters():
+            parameter.grad = None
+        example = loaded.example_input_for(smallest).to(dtype=kind)
+        with left_alone(loaded.module, loaded.name):
+            chain, representatives = _chain(copy, example, loaded, setup, few_blocks=few_blocks)
+        if chain.faults.any_size:
+            raise ShapeDependsOnBatch(f"{loaded.name}: {chain.faults.any_size}", KEEP_BATCH)
+        layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
+        return MeasurementTarget(
+            replace(loaded, module=copy),
+            chain,
+            setup.device,
+            kind,
+            setup.clock,
+            setup.seed,
+            (*loaded.notes, *notes, *layouts),
+            setup.modes,
+            load_loss(setup.loss, setup.seed),
+            representatives,
+        )
+    except Exception as error:
+        if isinstance(error, ModelError) and notes:
+            error.hint = (
+                f"Its parameters are of several dtypes, and were converted to {dtype_text(kind)} before it "
+                f"ran: let forward convert by the weights at hand, as in x.to(layer.weight.dtype). "
+                f"{error.hint}"
+            )
+        if not is_out_of_memory(error):
+            raise
+        reason = refusal(error)
+    raise DoesNotFit(
+        f"{loaded.name}: the model does not fit on {place}: {reason}",
+        "Use a smaller `dtype`, a smaller model, or a device of more memory.",
+    )
+
+
+def _chain(
+    copy: nn.Module, example: ModelInput, loaded: LoadedModel, setup: Setup, *, few_blocks: bool
+) -> tuple[LayerChain, tuple[int, ...] | None]:
+    """The layers, and their `representatives`."""
+    aliases = storage_aliases(loaded.module)
+    build = partial(
+        build_chain,
+        copy,
+        example,
+        name=loaded.name,
+        granularity=setup.granularity,
+        keep_together=setup.keep_together,
+        aliases=aliases,
+        verify=True,
+        verify_seconds=setup.verify_seconds,
+    )
+    if few_blocks and not (aliases or setup.keep_together):
+        with shorten(copy, example, setup.granularity) as row, suppress(ModelError):
+            chain = None if row is None else build()
+        whole = None if row is None or chain is None else row.complete(chain, copy)
+        if whole is not None:
+            return whole
+    return build(), None
+
+
+def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
+    """A copy there. To another device than the model's own, it does not lie on that twice."""
+    model, name = loaded.module, loaded.name
+    if place.type == "meta":
+        return copy_to_meta(model, name)
+    if place.type == "cpu" and any(parameter.device.type == "cuda" for parameter in model.parameters()):
+        return copy_to_host(model, name)
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{name}: {path} is on the meta device and has no values",
+                "Build it outside torch.device('meta'), or look at its structure alone: device='meta'.",
+            )
+    return copy_model(model, name).to(place)
+
+
 def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None) -> None:
     """Raises DoesNotFit where `size` needs more than `memory_bytes`, as far as counting tells."""
     if memory_bytes is None:
@@ -246,7 +349,7 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     # Not at size 1, which batch norm refuses.
     size = (limits.request.sizes or SIZES)[-1]
     for few in (True, False):
-        subject = build_target(loaded, setup, limits.smallest, few_blocks=few)
+        subject = _build_target(loaded, setup, limits.smallest, few_blocks=few)
         with (kernels or as_on_the_cpu)():
             blocks = find_equal_layers(subject, size)
         if blocks is not None:

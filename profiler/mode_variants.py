@@ -13,29 +13,13 @@ from .comparison import ModelCheck
 from .cutting import Granularity, GraphSegment, cheapest_cut, parts, parts_between, same_segment
 from .flow import Flow, Position
 from .graph import TracedGraph, is_inside
+from .layer import ModeVariants
 from .layer_sequential import register_once
 from .tracing import trace_model
 from .trial import Trial
 from .user_model import ModelInput, copy_modules, fixed_seed
 
 MODES = {True: "training", False: "evaluation"}
-
-
-@dataclass(frozen=True, eq=False)
-class ModeVariants:
-    """Code that each layer runs in another mode than that of the trace."""
-
-    modules: Mapping[bool, tuple[nn.Module | None, ...]]
-    """By mode, for each layer; None: what it runs in the mode of the trace."""
-    refusals: Mapping[bool, str]
-    """By mode, why the layers cannot be switched to it."""
-    places: tuple[bool, ...]
-    """For each layer whether it holds code that reads the mode."""
-
-    @property
-    def all_modules(self) -> list[nn.Module]:
-        """Layers of every mode."""
-        return [module for each in self.modules.values() for module in each if module is not None]
 
 
 class _CannotAlignError(Exception):

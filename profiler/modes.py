@@ -19,7 +19,7 @@ from .torch_private import COMPILER_ERRORS, tree_leaves, tree_map
 from .user_model import choose_layout, first_line
 
 if TYPE_CHECKING:
-    from .layers import Layer
+    from .layer import Layer
 
 
 # Autocast of CUDA on the meta device, where torch has none: the same conversions, one call at a time.

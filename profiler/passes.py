@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError, PplanError
 from .clocks import Clock, DirectionTimes, Leads, LeadTuner, Mask, Vector
-from .layers import Layer
+from .layer import Layer
 from .losses import Loss
 from .modes import compiler_failure
 from .torch_private import storage_key, tensor_version

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .cutting import Granularity
-from .layer_sequential import registered, tensors_used
-from .layers import Layer, LayerChain, find_tensor_users, list_unused
+from .layer import Layer, LayerChain, find_tensor_users, list_unused, registered, tensors_used
 from .torch_private import TorchDispatchMode, storage_key, tree_leaves
 from .tracing import MANY
 from .trial import masks_as_in_training, trial_run

@@ -17,8 +17,9 @@ from ..cost_models.errors import MachineError, ModelError, PplanError
 from ..cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ..cost_models.quantities import format_bytes
 from .clocks import Clock, LeadTuner
-from .layer_sequential import LayerSequential, modules_used, tensors_used
-from .layers import Layer, LayerChain, build_chain
+from .layer import Layer, LayerChain, modules_used, tensors_used
+from .layer_sequential import LayerSequential
+from .layers import build_chain
 from .losses import Loss
 from .memory import LiveBytes, Meter, Workspace, build_meter, lasting, storages
 from .meta_device import attention_as_on_the_cpu, kernels_on

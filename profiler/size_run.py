@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..cost_models.errors import PplanError
 from .clocks import LeadTuner
-from .layers import Layer
+from .journal import CountedBytes, Journal, JournalSize, PassKind
+from .layer import Layer
 from .losses import Loss
 from .measurement_target import MeasurementTarget
 from .memory import LossWorkspace, StepMemory, Workspace, build_meter, peak_of_step, sees_kernels
@@ -36,10 +36,6 @@ from .passes import (
 from .profile_warnings import WAITED
 from .timed_passes import PartTimes, TimedPasses, run_parts
 from .user_model import ModelInput, first_line, is_out_of_memory, refusal, tensors_in
-
-if TYPE_CHECKING:
-    from .journal import CountedBytes, Journal, JournalSize, PassKind
-
 
 # Passes at one micro-batch size: of the layers, of the whole model, and with backward in two parts.
 
@@ -466,8 +462,6 @@ class SizeRun:
             self._journal.write_parts_left_out(self.size, why)
 
     def _counted(self) -> CountedBytes:
-        from .journal import CountedBytes
-
         return CountedBytes(
             saved_bytes=self.saved.saved_bytes,
             saved_input_bytes=self.saved.saved_input_bytes,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
-from .flow import ShapeDependsOnBatch
 from .gpu_state import GpuRecord, GpuState, read_gpu_state
+from .journal import Journal, JournalSize
+from .layer import ShapeDependsOnBatch
 from .local_machine import free_host_bytes
 from .measurement_target import MeasurementTarget
 from .passes import time_gradient_adding
@@ -23,8 +24,6 @@ from .user_model import DoesNotFit, is_out_of_memory, refusal
 
 if TYPE_CHECKING:
     import torch
-
-    from .journal import Journal, JournalSize
 
 
 # The micro-batch sizes in turn, as the budget and memory allow: which are measured, which not, and why.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..cost_models.errors import ModelError
-from .layers import Layer, LayerChain
+from .layer import Layer, LayerChain
 from .measurement_target import MeasurementTarget
 from .meta_device import ON_A_GPU, Kernels, MetaOperations, attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .operations import LayerOperations, operation_counter

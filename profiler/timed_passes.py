@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .clocks import Clock, DirectionTimes, LeadTuner, Vector
-from .layer_sequential import tensors_used
+from .layer import tensors_used
 from .memory import storages
 from .passes import (
     CompositeWatcher,
@@ -30,7 +30,7 @@ from .passes import (
 from .torch_private import alias, backward_parts, storage_key, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from .layers import Layer
+    from .layer import Layer
 
 
 # Backward in two parts, as zero-bubble schedules run it: the inputs' gradients, then the weights'.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import SplitPoint
 
-    from ..profiler.layers import LayerChain
+    from ..profiler.layer import LayerChain
     from .pipelining.process import PipelineProcess
     from .pipelining.ranks import TensorPlan
 

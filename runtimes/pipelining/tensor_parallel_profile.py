@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ...cost_models.errors import MachineError, ModelError, UsageError
 from ...profiler.clocks import Clock, clock_for
-from ...profiler.layers import Layer, sequential
+from ...profiler.layer import Layer
+from ...profiler.layers import sequential
 from ...profiler.local_machine import device_memory_bytes, device_name, versions
 from ...profiler.passes import LayerStamps, LayerTimes, OutputGradients, SavedBytes, run_layers
 from ...profiler.profile_file import Profile

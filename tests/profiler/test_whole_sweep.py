@@ -16,7 +16,8 @@ from pplan.cost_models.errors import MachineError, ModelError
 from pplan.profiler import size_run as size_passes_module
 from pplan.profiler import size_sweep as whole_sweep_module
 from pplan.profiler.build_profile import build_profile
-from pplan.profiler.layers import Layer, LayerChain, build_chain
+from pplan.profiler.layer import Layer, LayerChain
+from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import Loss
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.modes import Modes

@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy, linear
 
 from pplan.cost_models.errors import ExportError, FileError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
-from pplan.profiler.layers import LayerChain, TensorUsers, build_chain, find_tensor_users, sequential
+from pplan.profiler.layer import LayerChain, TensorUsers, find_tensor_users
+from pplan.profiler.layers import build_chain, sequential
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.exports import export
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler import layers, measurement_target, repeated_layers
+from pplan.profiler import layers, measure, repeated_layers
 from pplan.profiler.repeated_layers import OperationRecord
 from pplan.profiler.tracing import MANY
 from pplan.profiler.user_model import ModelInput
@@ -115,7 +115,7 @@ def blocks_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(lists[0]))
         return build(model, *args, **options)
 
-    monkeypatch.setattr(measurement_target, "build_chain", noted)
+    monkeypatch.setattr(measure, "build_chain", noted)
     return counts
 
 

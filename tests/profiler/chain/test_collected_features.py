@@ -12,7 +12,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.layers import LayerChain, build_chain, sequential
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain, sequential
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

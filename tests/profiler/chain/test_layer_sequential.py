@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn import functional as F
 
-from pplan.profiler.layer_sequential import BorrowedTensor, ReusedModule
-from pplan.profiler.layers import build_chain, find_tensor_users, sequential, state_dict_names
+from pplan.profiler.layer import BorrowedTensor, ReusedModule, find_tensor_users
+from pplan.profiler.layers import build_chain, sequential, state_dict_names
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 

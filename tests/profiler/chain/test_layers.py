@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError, UsageError
-from pplan.profiler.layer_sequential import storage_aliases
-from pplan.profiler.layers import LayerChain, build_chain
+from pplan.profiler.layer import LayerChain, storage_aliases
+from pplan.profiler.layers import build_chain
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.user_model import ModelInput, layer_failure

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import pplan
 from pplan.cost_models.errors import ModelError
 from pplan.profiler import comparison
-from pplan.profiler.comparison import Comparison, ModelCheck
+from pplan.profiler.comparison import ModelCheck
+from pplan.profiler.layer import Comparison
 from pplan.profiler.layers import build_chain, sequential
 from pplan.profiler.trial import NotTheModel
 from pplan.profiler.user_model import ModelInput

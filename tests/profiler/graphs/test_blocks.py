@@ -10,7 +10,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.layers import LayerChain, build_chain
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain
 
 WIDTH = 8
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.layers import LayerChain, build_chain, sequential
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain, sequential
 
 CHECKED = "torch.export with checked numbers"
 BLOCKS = tuple(f"enc.layers.{index}" for index in range(3))

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.cutting import Granularity, parts
 from pplan.profiler.flow import Flow
-from pplan.profiler.layers import LayerChain, build_chain, sequential
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain, sequential
 from pplan.profiler.tracing import trace_symbolically
 from pplan.profiler.trial import Trial
 from pplan.profiler.user_model import ModelInput

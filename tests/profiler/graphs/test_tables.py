@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.layers import LayerChain, build_chain, sequential
+from pplan.profiler.layer import LayerChain
+from pplan.profiler.layers import build_chain, sequential
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 

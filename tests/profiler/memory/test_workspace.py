@@ -11,7 +11,8 @@ import torchvision
 from torch import Tensor, nn
 
 from pplan.cost_models.memory import workspace_before_loss
-from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.layer import Layer
+from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import load_loss
 from pplan.profiler.measure import profile_model
 from pplan.profiler.memory import (

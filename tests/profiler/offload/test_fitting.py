@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError
-from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.layer import Layer
+from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import Loss, load_loss
 from pplan.profiler.meta_device import kernels_as_on_a_gpu
 from pplan.profiler.segments import LayerNeeds, count_needs, layer_needs, plan_segments

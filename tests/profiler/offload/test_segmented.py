@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import ModelError
 from pplan.profiler import segments as segmented_module
 from pplan.profiler.clocks import CpuClock
-from pplan.profiler.layer_sequential import ReusedModule
-from pplan.profiler.layers import Layer, as_sequential, build_chain
+from pplan.profiler.layer import Layer, ReusedModule
+from pplan.profiler.layers import as_sequential, build_chain
 from pplan.profiler.losses import load_loss
 from pplan.profiler.memory import LiveBytes, Meter, StepMemory, build_meter, lasting
 from pplan.profiler.passes import OutputGradients, SavedBytes, run_layers

@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pplan.profiler.clocks import CpuClock, LeadTuner
-from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.layer import Layer
+from pplan.profiler.layers import build_chain
 from pplan.profiler.passes import OutputGradients, run_whole
 from pplan.profiler.timed_passes import PartTimes, run_parts
 from pplan.profiler.torch_private import backward_parts

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import ModelError
 from pplan.profiler import clocks
 from pplan.profiler.clocks import CpuClock, CudaClock
-from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.layer import Layer
+from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import Loss
 from pplan.profiler.passes import (
     LayerStamps,

@@ -9,7 +9,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pplan.profiler.layers import Layer, build_chain
+from pplan.profiler.layer import Layer
+from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import load_loss
 from pplan.profiler.passes import CompositeWatcher, OutputGradients, SavedBytes, run_layers
 
