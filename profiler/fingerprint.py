@@ -41,8 +41,10 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _OF_TORCH = ("torch", "_operator", "math", "builtins")
 _OF_PROCESS = ("logging", "threading", "_thread", "random", "weakref", "_weakref")
 """Packages whose objects hold what is another thing in every process."""
+_HASHES = ("_original_object_hash",)
+"""Attributes of transformers' configurations that are another number in every process."""
 _REGISTERED = ("_modules", "_parameters", "_buffers")
-_DEEPEST, _LONGEST = 8, 1000
+_DEEPEST, _LONGEST = 50, 1000
 """Of what a module holds: levels, and entries of a collection, of which the first and the last count else."""
 _MOST_VALUES = 4096
 """Elements of a buffer of whole numbers, which may be sizes or choices."""
@@ -124,11 +126,11 @@ class _Code:
     """The code that the values it is shown are made of, and their settings."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
+        self._names: dict[str | None, None] = {}
         """Python modules."""
-        self._kinds: dict[type, list[Any]] = {}
-        self._done: dict[int, tuple[object, object]] = {}
-        """By identity: an object, which is kept alive, and its description."""
+        self._kinds: set[type] = set()
+        self._seen: dict[int, tuple[int, object]] = {}
+        """By identity: the number of an object, and the object itself, which is kept alive."""
         self._depth = 0
 
     def module(self, module: nn.Module) -> list[Any]:
@@ -146,13 +148,15 @@ class _Code:
         """Plain values as they are, functions by their code, other things by what they hold."""
         if isinstance(value, _SIMPLE):
             return repr(value)
-        if id(value) not in self._done:
-            self._done[id(value)] = value, "..."
-            if self._depth < _DEEPEST:
-                self._depth += 1
-                self._done[id(value)] = value, self._described(value)
-                self._depth -= 1
-        return self._done[id(value)][1]
+        if id(value) in self._seen:
+            return self._seen[id(value)][0]
+        if self._depth == _DEEPEST:
+            return "..."
+        self._seen[id(value)] = len(self._seen), value
+        self._depth += 1
+        description = self._described(value)
+        self._depth -= 1
+        return description
 
     def _described(self, value: Any) -> object:
         if isinstance(value, nn.Module):
@@ -160,7 +164,8 @@ class _Code:
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, Mapping):
-            return [self.value(one) for pair in [*value.items()][:_LONGEST] for one in pair]
+            pairs = [pair for pair in [*value.items()][:_LONGEST] if pair[0] not in _HASHES]
+            return [self.value(one) for pair in pairs for one in pair]
         if isinstance(value, tuple | list):
             ends = value if len(value) <= _LONGEST else (value[0], len(value), value[-1])
             return [self.value(one) for one in ends]
@@ -180,18 +185,19 @@ class _Code:
         return [self._kind(type(value)), getattr(value, "__qualname__", ""), self.value(settings)]
 
     def _kind(self, kind: type) -> list[Any]:
-        """A class by its name, with its plain attributes and the functions that are from no file of its."""
-        if kind not in self._kinds:
-            self._kinds[kind] = description = [kind.__module__, kind.__qualname__]
-            for base in kind.__mro__:
-                self._names[base.__module__] = None
-                description += [
-                    [name, self.value(value)]
-                    for name, value in vars(base).items()
-                    if (isinstance(value, _SIMPLE) and not name.startswith("__") and not _is_of_torch(base))
-                    or (isinstance(value, FunctionType) and _is_put_into(value, base))
-                ]
-        return self._kinds[kind]
+        """A class by its name; where it comes first, with what it holds and torch's version does not tell."""
+        name = [kind.__module__, kind.__qualname__]
+        if kind in self._kinds:
+            return name
+        self._kinds.add(kind)
+        self._names |= {base.__module__: None for base in kind.__mro__}
+        held = [
+            [key, self.value(getattr(value, "fget", getattr(value, "__func__", value)))]
+            for base in kind.__mro__
+            for key, value in vars(base).items()
+            if _counts(key, value, base)
+        ]
+        return [*name, held]
 
     def _function(self, function: FunctionType) -> list[Any]:
         """Name, code and enclosed values; what was typed into an interpreter with the globals it uses."""
@@ -206,7 +212,7 @@ class _Code:
 
     def files(self) -> dict[str, Any]:
         """Hashes of the user's files, the globals that they use, and versions of the installed packages."""
-        hashes, used = hash_sources(self._names)
+        hashes, used = hash_sources(filter(None, self._names))
         own = {name: sys.modules[name] for name in hashes if name in sys.modules}
         globals_used = {
             name: {
@@ -217,13 +223,14 @@ class _Code:
             for name, module in own.items()
         }
         # The globals may lead to functions and classes of further files.
-        hashes |= hash_sources(self._names)[0]
+        names = list(filter(None, self._names))
+        hashes |= hash_sources(names)[0]
         return {
             "sources": hashes,
             "globals": globals_used,
             "variables": {name: value for name, value in os.environ.items() if name in used},
-            "packages": _list_versions(self._names),
-            "installed": _hash_installed(self._names.keys() - hashes.keys()),
+            "packages": _list_versions(names),
+            "installed": _hash_installed(set(names) - hashes.keys()),
         }
 
 
@@ -238,17 +245,17 @@ def _is_of_torch(definition: Any) -> bool:
     return str(definition.__module__).partition(".")[0] in _OF_TORCH
 
 
-def _is_put_into(function: FunctionType, kind: type) -> bool:
-    """Return whether a function of a class is not in the file of the class."""
-    is_elsewhere = function.__module__ != kind.__module__
-    return (is_elsewhere and not (_is_of_torch(function) and _is_of_torch(kind))) or _is_typed(
-        function.__module__
-    )
+def _counts(name: str, value: object, kind: type) -> bool:
+    """Return whether an attribute of a class counts: functions, plain values; of torch's what was put in."""
+    if isinstance(value, FunctionType):
+        return not (_is_of_torch(kind) and _is_of_torch(value))
+    is_plain = isinstance(value, _SIMPLE) and not name.startswith("__")
+    return (is_plain or isinstance(value, property | classmethod | staticmethod)) and not _is_of_torch(kind)
 
 
 def _is_typed(module_name: str | None) -> bool:
     """Return whether the code of a module is in no file: it was typed into an interpreter or a notebook."""
-    return module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    return module_name == "__main__" and not Path(getattr(sys.modules["__main__"], "__file__", "")).is_file()
 
 
 def _names_of(code: CodeType) -> set[str]:

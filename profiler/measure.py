@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cost_models.errors import ModelError, UsageError
+from ..cost_models.errors import ModelError, PplanError, UsageError
 from ..cost_models.quantities import format_bytes
 from .build_profile import build_profile
 from .cache import ProfileCache, Request
@@ -44,6 +44,7 @@ from .user_model import (
     copy_model,
     copy_to_host,
     copy_to_meta,
+    first_line,
     fixed_seed,
     is_out_of_memory,
     refusal,
@@ -140,11 +141,22 @@ def profile_model(
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
         if profile_cache.folder is not None:
-            limits = replace(limits, key=fingerprint(loaded, setup))
+            limits = _with_key(limits, loaded, setup)
             kept = limits.profile_cache.find(limits.key, request, loaded)
             if kept is not None:
                 return kept
         return _measured(loaded, setup, limits)
+
+
+def _with_key(limits: MeasurementLimits, loaded: LoadedModel, setup: Setup) -> MeasurementLimits:
+    """The limits with the key of the cache; without a cache where the model cannot be described."""
+    try:
+        return replace(limits, key=fingerprint(loaded, setup))
+    except PplanError:
+        raise
+    except Exception as error:  # whatever the user's objects raise
+        limits.remark(f"Nothing is kept for a later run: the model cannot be described: {first_line(error)}")
+        return replace(limits, profile_cache=ProfileCache(None))
 
 
 def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
