@@ -17,12 +17,11 @@ from torch import nn
 from pplan.cost_models.memory import ledger
 from pplan.cost_models.precision import training_precision
 from pplan.planner.stage_table import StageTable
-from pplan.profiler.estimate import parse_analytic_device
+from pplan.profiler.estimate import as_on_a_gpu, parse_analytic_device
 from pplan.profiler.measure import profile_model
 from pplan.profiler.modes import AutocastOnMeta
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.structure import as_on_a_gpu
 from pplan.profiler.user_model import LoadedModel, ModelInput
 
 TRAINED = ("vgg19", "resnet50", "densenet121", "vit_b_16", "transformer", "tied", "mlp")

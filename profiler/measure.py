@@ -18,7 +18,15 @@ from .build_profile import build_profile
 from .cache import ProfileCache, Request
 from .clocks import Clock, clock_for
 from .comparison import left_alone
-from .estimate import AnalyticTarget, estimate
+from .estimate import (
+    SIZES,
+    AnalyticTarget,
+    all_different,
+    as_on_the_cpu,
+    count_structure,
+    estimate,
+    find_equal_layers,
+)
 from .fingerprint import fingerprint
 from .journal import Journal
 from .layer import KEEP_BATCH, LayerChain, ShapeDependsOnBatch, storage_aliases
@@ -34,7 +42,6 @@ from .repeated_layers import shorten
 from .segments import SegmentedSweep
 from .size_run import release
 from .size_sweep import Progress, SizeSweep, WholeSweep, host_note
-from .structure import SIZES, all_different, as_on_the_cpu, count_structure, find_equal_layers
 from .tracing import refuse_hooks
 from .trial import experts_on_meta
 from .user_model import (

@@ -18,12 +18,12 @@ from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer,
 from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.clocks import CpuClock
+from pplan.profiler.estimate import all_different, as_on_the_cpu, count_structure
 from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.modes import Modes
 from pplan.profiler.size_run import SizeResult, SizeRun
-from pplan.profiler.structure import all_different, as_on_the_cpu, count_structure
 from pplan.profiler.user_model import copy_model, copy_to_meta
 
 SIZE = 2

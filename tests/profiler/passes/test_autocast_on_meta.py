@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from pplan.profiler.estimate import as_on_the_cpu
 from pplan.profiler.modes import AutocastOnMeta
-from pplan.profiler.structure import as_on_the_cpu
 
 
 class Blocks(nn.Module):
