@@ -108,7 +108,7 @@ def test_what_the_model_holds_counts(name: str) -> None:
     ("target", "name", "value"),
     [
         (Config, "width", 5),
-        (Net, "forward", scaled(4.0)(Net.forward.__wrapped__)),  # type: ignore[attr-defined]
+        (Net, "forward", scaled(4.0)(Net.forward.__wrapped__)),
         (Net, "forward", nn.Identity.forward),
         (Net, "doubled", property(lambda _: 3)),
         (nn.Linear, "forward", lambda _, given: given),

@@ -430,7 +430,7 @@ def test_a_value_that_is_set_in_another_module_counts(
     files = {"own_registry": "FUNCTIONS = {'scale': lambda given: given}\n", "own_settings": "OFFSET = 1\n"}
     layers = imported(tmp_path, **files, own_functions="", own_model=REGISTERED)
     kept(layers)
-    sys.modules["own_settings"].OFFSET = 5
+    monkeypatch.setattr(sys.modules["own_settings"], "OFFSET", 5)
     assert not is_hit(kept(layers)[1])
 
 
