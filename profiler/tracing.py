@@ -631,11 +631,11 @@ def trace_model(
             failures.append(error)
             suspects += error.suspects
     refuse_failing(model, example, name)
-    for error in failures:
-        if isinstance(error, NoCuts):
-            others = [failure for failure in failures if not isinstance(failure, NoCuts)]
-            why = f"; {_combined(others, name).what}" if others and error.is_whole else ""
-            raise ModelError(f"{error.what}{why}", error.hint)
+    for failure in failures:
+        if isinstance(failure, NoCuts):
+            others = [other for other in failures if not isinstance(other, NoCuts)]
+            why = f"; {_combined(others, name).what}" if others and failure.is_whole else ""
+            raise ModelError(f"{failure.what}{why}", failure.hint)
     combined = _combined(failures, name)
     if not granularity.patterns and not any(isinstance(failure, NotTheModel) for failure in failures):
         combined.hint = _suggest_a_row(model, example, name) or combined.hint

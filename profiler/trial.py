@@ -467,8 +467,8 @@ def _refuse_batch_elsewhere(model: nn.Module, example: ModelInput, name: str) ->
             raise
         shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in others)
         raise ModelError(
-            f"{name} runs with {example.batch} samples and fails with {example.batch + 1}, while its inputs of "
-            f"shape {shapes}, whose dimension 0 is not the batch, stay as they are: {first_line(error)}",
+            f"{name} runs with {example.batch} samples and fails with {example.batch + 1}, while its inputs "
+            f"of shape {shapes}, whose dimension 0 is not the batch, stay as they are: {first_line(error)}",
             "Wrap it in a module that takes every input with the samples in dimension 0, and arranges them.",
         ) from error
 
