@@ -4,7 +4,7 @@ parallelism."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
@@ -39,7 +39,7 @@ class LayerSeconds:
         self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
         self.blocks = {
-            routed: self._work(routed, lambda routed=routed: block_work(shape, routed, degrees, tokens))
+            routed: self._work(routed, partial(block_work, shape, routed, degrees, tokens))
             for routed in set(shape.routed)
         }
         self.embedding = self._work("embedding", lambda: embedding_work(shape, degrees, tokens))
@@ -119,8 +119,8 @@ class LayerSeconds:
     def _work(self, name: Hashable, build: Callable[[], LayerWork]) -> LayerWork:
         """A layer's kernels, which replicas, stages and ZeRO do not change."""
         degrees, works = self.degrees, self.costs.works
-        key = self.shape, name, degrees.tensor, degrees.context, degrees.expert, degrees.exchange
-        key = *key, self.setting.tokens
+        shares = degrees.tensor, degrees.context, degrees.expert, degrees.exchange
+        key = self.shape, name, shares, self.setting.tokens
         if key not in works:
             works[key] = build()
         return works[key]
