@@ -9,6 +9,7 @@ faster: the bound says by how much at most (division_bound.py and stage_division
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -257,6 +258,7 @@ class _BestPlans:
     def search_divisions(self) -> None:
         """Of the interleaved pipelines that may be faster than the best plan all divisions, a part of them at
         a time, those of the pipeline with the least bound first."""
+        self._bound_any_again()
         heapq.heapify(self._interleaved)
         searches: dict[int, DivisionSearch] = {}
         work = 0
@@ -274,6 +276,21 @@ class _BestPlans:
             heapq.heapreplace(self._interleaved, (max(lower, search.bound_seconds), number, layers, one))
             if search.best is not None:
                 self._keep(DegreePlan(one.degrees, one.setting, *search.best, layers))
+
+    def _bound_any_again(self) -> None:
+        """Raise the bounds of interleaved pipelines that differ only in how many first blocks run again to
+        one that holds for every number of them."""
+        best = _step_seconds(self.plans[0]) * (1 - SAME)
+        alike = defaultdict[tuple[ParallelDegrees, TrainingSetting], list[int]](list)
+        for place, (lower, _, _, one) in enumerate(self._interleaved):
+            if lower < best and one.recompute_blocks is not None:
+                alike[one.degrees, replace(one.setting, recompute_blocks=None)].append(place)
+        for places in alike.values():
+            layers = self._interleaved[places[0]][2]
+            root = DivisionSearch(layers, self.memory_bytes, any_again=True).bound_root(best)
+            for place in places:
+                lower, number, own, one = self._interleaved[place]
+                self._interleaved[place] = max(lower, root), number, own, one
 
     def useful(self, one: Combination) -> float:
         """Seconds from which on a plan is of no use."""

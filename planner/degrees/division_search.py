@@ -55,9 +55,9 @@ class DivisionSearch:
     `boxes` that it looked into, and `work`: limits of all programmes that it solved, and what
     was simulated for their paths."""
 
-    def __init__(self, layers: LayerTable, memory_bytes: float) -> None:
+    def __init__(self, layers: LayerTable, memory_bytes: float, *, any_again: bool = False) -> None:
         self.layers, self.memory_bytes = layers, memory_bytes
-        self.programme = DivisionProgramme(layers, memory_bytes)
+        self.programme = DivisionProgramme(layers, memory_bytes, any_again=any_again)
         self.best: Division | None = None
         self.boxes = self.work = 0
         self._number = 0
@@ -86,6 +86,10 @@ class DivisionSearch:
         for box in self._parts(own.box, solution):
             if not box.is_empty:
                 self._push(max(own.seconds, solution.seconds), box, enough)
+
+    def bound_root(self, enough: float) -> float:
+        """Lower bound on all divisions, without looking into their parts; `enough` as for `advance`."""
+        return self._solve(self.programme.whole_box(), enough).seconds
 
     def _push(self, seconds: float, box: DivisionBox, enough: float) -> None:
         """A box, or, where it is a single division, what that takes."""

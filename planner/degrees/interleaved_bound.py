@@ -54,12 +54,6 @@ def interleaved_bound(layers: LayerTable, counts: Sequence[int]) -> float:
     return pipeline + max(updates)
 
 
-def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
-    """Seconds that no division of virtual stages that fits takes less than; inf where none fits."""
-    mean = mean_interleaved(layers) + layers.least_update_seconds
-    return max(mean, _least_room(layers, memory_bytes))
-
-
 def mean_interleaved(layers: LayerTable) -> float:
     """Seconds of all micro-batches that no division takes less than: the mean of the bounds by device and
     chunk, as the top of this file says."""
@@ -94,10 +88,10 @@ def _behind(weights: Array) -> Array:
     return np.asarray(weights.sum() - np.cumsum(weights))
 
 
-def _least_room(layers: LayerTable, memory_bytes: float) -> float:
-    """The least seconds in which every device has the blocks that it must have, and all together have room
-    for all blocks, each device for so many of the one kind beside so many of the other; inf where there is
-    no room."""
+def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
+    """Seconds that no division of virtual stages that fits takes less than, by what whole blocks allow: every
+    device has the blocks that it must have, and all together have room for all, each for so many of the one
+    kind with so many of the other; inf where there is no room."""
     kinds = sorted(layers.blocks, key=layers.shape.routed.count)
     most = [layers.shape.routed.count(kind) for kind in kinds]
     # By blocks of the rarer kind, if there are two, and of the other.

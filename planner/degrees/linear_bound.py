@@ -64,14 +64,19 @@ class BoxSolution:
 
 
 class DivisionProgramme:
-    """Linear programme of all divisions of a combination with virtual stages."""
+    """Linear programme of all divisions of a combination with virtual stages.
 
-    def __init__(self, layers: LayerTable, memory_bytes: float) -> None:
+    `any_again`: where only first blocks of a stage run again, of any number of them, so that it holds for
+    every `recompute_blocks`.
+    """
+
+    def __init__(self, layers: LayerTable, memory_bytes: float, *, any_again: bool = False) -> None:
         self.layers = layers
         setting, slots = layers.setting, layers.slots
         self._kinds = sorted(layers.blocks)
         every = layers.shape.blocks
         self._most = setting.recomputed(every) if setting.recomputed(every) < every else 0
+        self._limits_again = self._most > 0 and not any_again
         again = (True, False) if self._most else (bool(setting.recomputed(every)),)
         self._rows = [(kind, own) for own in again for kind in self._kinds]
         self._seconds = np.array([layers.block_seconds(kind, again=own) for kind, own in self._rows])
@@ -214,7 +219,7 @@ class DivisionProgramme:
         masks = [np.tile(every, rows), np.tile(devices, rows)]
         if len(self._kinds) > 1:
             masks += [np.hstack([every * (own == kind) for own, _ in self._rows]) for kind in self._kinds]
-        if self._most:
+        if self._limits_again:
             masks += [np.hstack([every * (own == again) for _, own in self._rows]) for again in (True, False)]
         return np.concatenate(masks).astype(np.float64)
 
@@ -228,7 +233,7 @@ class DivisionProgramme:
             most = [np.minimum(own[last[1:]] - own[first[:-1]], box.high) for own in self._before]
             low += [np.maximum(own, box.low - other) for own, other in zip(fewest, most[::-1], strict=True)]
             high += most
-        if self._most:
+        if self._limits_again:
             low += [np.minimum(box.low, self._most), (box.low - self._most).clip(0)]
             high += [np.minimum(box.high, self._most), (box.high - self._most).clip(0)]
         return np.concatenate(low).astype(np.float64), np.concatenate(high).astype(np.float64)

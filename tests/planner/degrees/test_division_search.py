@@ -177,6 +177,26 @@ def test_no_prices_are_above_a_division(seed: int) -> None:
         assert programme.solve(box).seconds <= least * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", seeds(5, 12))
+def test_one_bound_for_every_number_of_blocks_that_run_again(seed: int) -> None:
+    """No division that fits is faster, however many first blocks of a stage run again."""
+    random = Random(seed)
+    drawn = interleaved_table(random)
+    setting = replace(drawn.setting, recompute="full", recompute_blocks=1)
+    layers = LayerTable(drawn.shape, drawn.degrees, setting, drawn.costs)
+    every = dict[tuple[int, tuple[int, ...]], StepEstimate]()
+    for number in range(1, drawn.shape.blocks):
+        own = layers.with_setting(replace(setting, recompute_blocks=number))
+        every |= {(number, counts): estimate_stages(own, counts) for counts in divisions(own)}
+    peaks = sorted(own.peak_bytes for own in every.values())
+    for limit in (NO_LIMIT, peaks[len(peaks) // 2], peaks[len(peaks) // 20], peaks[0], peaks[0] * 0.999):
+        fastest = min(
+            (own.step_seconds for own in every.values() if own.peak_bytes <= limit), default=NO_LIMIT
+        )
+        bound = DivisionSearch(layers, limit, any_again=True).bound_root(NO_LIMIT)
+        assert bound <= fastest * (1 + 1e-9)
+
+
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """HiGHS writes its banner past Python's standard output, where `pplan solve --json` writes."""
     programme = DivisionProgramme(interleaved_table(Random(0)), NO_LIMIT)

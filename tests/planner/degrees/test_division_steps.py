@@ -156,14 +156,15 @@ def test_all_divisions_of_interleaved_pipelines(monkeypatch: Patch) -> None:
 
         def advance(self, enough: float) -> None:
             asked.append((self.layers, enough))
-            self.work += 50_000
+            self.work += degree_search.MOST_WORK // 5
             self.bound_seconds = bounds[self.layers].pop(0)
             if self.layers == "b":
                 self.best = ("counts", SimpleNamespace(step_seconds=6.0))
 
     monkeypatch.setattr(degree_search, "DivisionSearch", Own)
     plans: Any = degree_search._BestPlans(100)
-    one: Any = SimpleNamespace(degrees="d", setting=SimpleNamespace(tokens=1), virtual_stages=2)
+    setting = SimpleNamespace(tokens=1)
+    one: Any = SimpleNamespace(degrees="d", setting=setting, virtual_stages=2, recompute_blocks=None)
     known: Any = SimpleNamespace(step_seconds=8.0)
     plans.best["d", 1, True] = degree_search.DegreePlan("d", one.setting, (1,), known, None)  # type: ignore[arg-type]
     plans._keep = lambda plan: plans.best.update({("d", 1, True): plan})
