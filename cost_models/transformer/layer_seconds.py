@@ -35,7 +35,6 @@ class LayerSeconds:
         self.shape, self.degrees, self.setting, self.costs = shape, degrees, setting, costs
         # Of equal (virtual) stages, also of the tables that are made of this one with other settings.
         self._sums: dict[tuple[object, ...], PassSeconds] = {}
-        self._sums_before: dict[tuple[object, ...], list[float]] = {}
         self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
         self.blocks = {
@@ -170,24 +169,6 @@ class LayerSeconds:
                 sum(n * each.forward for n, each in parts), sum(n * each.backward for n, each in parts)
             )
         return own
-
-    @property
-    def seconds_before(self) -> list[float]:
-        """Of a micro-batch, forward and backward, on a first (virtual) stage of 0, 1, 2 and so on blocks."""
-        key = self.setting.recompute, self.setting.recompute_blocks, self._fixed_parts_by_slot[0]
-        if key not in self._sums_before:
-            ends = np.arange(self.shape.blocks + 1)
-            middles = np.minimum(ends, self.setting.recomputed(self.shape.blocks))
-            passes = (True, (0 * ends, middles)), (False, (middles, ends))
-            parts: list[tuple[np.ndarray | int, PassSeconds]] = [
-                (number, self._seconds[kind, again])
-                for again, places in passes
-                for kind, number in self._numbers_by_kind(*places).items()
-            ]
-            parts += self._fixed_parts_by_slot[0]
-            forward, backward = (sum(number * own[way] for number, own in parts) for way in (0, 1))
-            self._sums_before[key] = np.asarray(forward + backward).tolist()
-        return self._sums_before[key]
 
     def _numbers_by_kind(self, starts: np.ndarray, stops: np.ndarray) -> dict[bool, np.ndarray]:
         """Blocks of each kind from one place up to another; in the order of `_kinds`."""

@@ -1,8 +1,8 @@
 """The degrees of parallelism, division of the layers and micro-batch size with the shortest step.
 
 All combinations that are allowed are tried, but for those whose bound exceeds the best. Of each the blocks
-are divided over the stages evenly by number, evenly by seconds, and, under 1F1B, as the least bound of all
-divisions within the memory has it; of the best, blocks then move from stage to stage. Another division may be
+are divided over the stages evenly by number, and, under 1F1B, as the least bound of all divisions within the
+memory has it; of the best, blocks then move from stage to stage. Another division may be
 faster: the bound says by how much at most (division_bound.py and stage_divisions.py argue it).
 """
 
@@ -35,10 +35,9 @@ from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
-    divide_by_seconds,
+    even_division,
     fit_division,
     improve_division,
-    interleaved_divisions,
     lower_bound,
 )
 
@@ -47,7 +46,7 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
-MOST_WORK = 250_000
+MOST_WORK = 300_000
 """Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 
 
@@ -227,25 +226,24 @@ class _BestPlans:
         self._interleaved.append((lower, len(self._interleaved), layers, one))
         if lower >= self.useful(one):
             return
-        fits = False
-        for counts in interleaved_divisions(layers):
-            if interleaved_bound(layers, counts) >= self.useful(one):
-                fits = True
-            elif layers.peak_bytes(counts) <= self.memory_bytes:
-                fits = True
-                self._keep(_plan(layers, one, counts))
-        if not fits and one.recompute_blocks is None:
+        counts = even_division(layers)
+        if interleaved_bound(layers, counts) >= self.useful(one):
+            return
+        if layers.peak_bytes(counts) <= self.memory_bytes:
+            self._keep(_plan(layers, one, counts))
+        elif one.recompute_blocks is None:
             self._unfit.append((lower, len(self._unfit), layers, one))
 
     def fit(self) -> None:
         """Of interleaved pipelines of which no division fitted, those of the least bounds, with blocks moved
         until one fits."""
         for lower, _, layers, one in sorted(self._unfit)[:MOST_FITTED]:
-            for counts in interleaved_divisions(layers) if lower < self.useful(one) else ():
-                own = fit_division(layers, counts, self.memory_bytes)
-                if own is not None and interleaved_bound(layers, own) < self.useful(one):
-                    counts, estimate = improve_division(layers, own, self.memory_bytes)
-                    self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
+            if lower >= self.useful(one):
+                continue
+            own = fit_division(layers, even_division(layers), self.memory_bytes)
+            if own is not None and interleaved_bound(layers, own) < self.useful(one):
+                counts, estimate = improve_division(layers, own, self.memory_bytes)
+                self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
 
     def improve(self) -> None:
         """Of each plan: blocks move from one stage to another while that makes the step shorter."""
@@ -321,9 +319,8 @@ def _step_seconds(plan: DegreePlan) -> float:
 def _best_division(
     layers: LayerTable, divided: Sequence[int], one: Combination, memory_bytes: float
 ) -> DegreePlan:
-    """Under 1F1B the fastest of three that fits: even blocks, even seconds, and that of the least bound."""
-    even = layers.setting.even_blocks(layers.shape.blocks, one.degrees.pipeline)
-    choices = dict.fromkeys((tuple(even), tuple(divided), tuple(divide_by_seconds(layers))))
+    """Under 1F1B the faster of two that fits: even blocks, and that of the least bound."""
+    choices = dict.fromkeys((even_division(layers), tuple(divided)))
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)

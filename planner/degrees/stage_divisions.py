@@ -17,9 +17,7 @@ interleaved_bound.py argues what is known of virtual stages.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
@@ -38,10 +36,9 @@ def lower_bound(layers: LayerTable) -> float:
     return max(count * slowest, ordered) + layers.least_update_seconds
 
 
-def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
-    """Of virtual stages those to begin with: evenly by number, and evenly by seconds."""
-    even = layers.setting.even_blocks(layers.shape.blocks, layers.slots)
-    return list(dict.fromkeys((tuple(even), tuple(divide_by_seconds(layers)))))
+def even_division(layers: LayerTable) -> tuple[int, ...]:
+    """Blocks of each (virtual) stage, as equal as can be."""
+    return tuple(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
 
 
 def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, ...]:
@@ -53,30 +50,6 @@ def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, .
         allowed = [slot for slot in free if counts[slot] + step >= fewest[slot]]
         counts[max(allowed, key=lambda slot: step * (amounts[slot] - counts[slot]))] += step
     return tuple(counts)
-
-
-def divide_by_seconds(layers: LayerTable) -> list[int]:
-    """Each stage ends where the seconds before come nearest to its share of the whole; with as few blocks
-    as a stage can have at least."""
-    stages, blocks = layers.slots, layers.shape.blocks
-    before = layers.seconds_before
-    share = layers.whole_seconds / stages
-    free, fewest = layers.setting.block_slots(stages), layers.fewest_blocks
-    ends, fixed = [0], 0.0
-    for slot in free[:-1]:
-        fixed += layers.fixed_seconds(slot) if slot else 0.0
-        allowed = range(ends[-1] + fewest[slot], blocks - sum(fewest[slot + 1 :]) + 1)
-        aim = (slot + 1) * share - fixed
-        ends.append(_nearest(allowed, before, aim))
-    return [b - a for a, b in pairwise([*ends, blocks])] + [0] * (stages - len(free))
-
-
-def _nearest(ends: range, before: Sequence[float], aim: float) -> int:
-    """The first of those with the seconds before that are nearest to the aim; these never become fewer."""
-    low, high = ends.start, ends.stop
-    after = bisect_left(before, aim, low, high)
-    best = min(range(max(after - 1, low), min(after + 1, high)), key=lambda end: abs(before[end] - aim))
-    return bisect_left(before, before[best], low, high)
 
 
 def improve_division(

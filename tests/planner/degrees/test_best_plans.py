@@ -25,7 +25,6 @@ def one(name: str, virtual: int = 1, size: int = 1, again: int | None = None) ->
 def layers(quick: float, **more: Any) -> Any:
     """`lower`: of the closer bound; `divided`: its division; `by`: divisions with bound, bytes and step."""
     known = {"quick": quick, "lower": quick, "needs": 0, "divided": (1, 1), "by": {}, "step": quick}
-    known |= {"divisions": ()}
     own = SimpleNamespace(**(known | more))
     own.least_bytes = lambda: own.needs
     own.peak_bytes = lambda counts: own.by[counts][1]
@@ -51,7 +50,7 @@ def log(monkeypatch: Patch) -> list[Any]:
     monkeypatch.setattr(module, "lower_bound", lambda own: own.quick)
     monkeypatch.setattr(module, "least_division", lambda own, *_: (own.lower, own.divided))
     monkeypatch.setattr(module, "least_interleaved", lambda own, _: own.lower)
-    monkeypatch.setattr(module, "interleaved_divisions", lambda own: list(own.divisions or own.by))
+    monkeypatch.setattr(module, "even_division", lambda own: next(iter(own.by)))
     monkeypatch.setattr(module, "interleaved_bound", lambda own, counts: own.by[counts][0])
     monkeypatch.setattr(module, "estimate_stages", lambda own, counts: step(own.by[counts][2]))
     monkeypatch.setattr(
@@ -114,12 +113,12 @@ def test_as_many_as_are_listed(log: list[Any]) -> None:
 
 
 def test_divisions_of_virtual_stages(log: list[Any]) -> None:
-    """All that fit and whose bound is of use; where none fits it is tried again, with blocks moved."""
+    """The even one, if it fits and its bound is of use; else it is tried again, with blocks moved."""
     plans: Any = _BestPlans(100)
-    by = {(1, 3): (4.0, 100, 9.0), (2, 2): (5.0, 101, 1.0), (3, 1): (6.0, 50, 8.0), (4, 0): (8.0, 0, 1.0)}
-    plans.try_combination(layers(2.0, lower=3.0, by=by), one("a", 2))
+    plans.try_combination(layers(2.0, lower=3.0, by={(1, 3): (4.0, 100, 8.0)}), one("a", 2))
     assert steps(plans) == [("a", 8.0)]
-    assert plans.best["a", 1, True].blocks == (3, 1)
+    assert plans.best["a", 1, True].blocks == (1, 3)
+    plans.try_combination(layers(7.0, by={(2, 2): (8.0, 101, 1.0)}), one("a", 2))
     assert (plans.bound, plans._unfit) == (3.0, [])
     plans.try_combination(layers(8.0, lower=9.0, by={(1, 1): (0.0, 0, 1.0)}), one("a", 2))
     assert plans.bound == 3.0
@@ -130,7 +129,7 @@ def test_divisions_of_virtual_stages(log: list[Any]) -> None:
     assert [own[0] for own in plans._unfit] == [1.5, 6.0]
     assert plans.bound == 1.5
     for _, _, own, _ in plans._unfit:
-        own.fitted, own.divisions = {(2, 2): (3, 1)}, ((2, 2),)
+        own.fitted = {(2, 2): (3, 1)}
         own.by = {(2, 2): (5.0, 101, 1.0), (3, 1): (7.0, 90, 7.5)}
     plans.fit()
     assert log == [("fit", (2, 2), 100), ("improve", (3, 1), 100)] * 2

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.transformer.layer_table import LayerTable
-from pplan.cost_models.transformer.training_setting import block_ranges
 from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.planner.degrees.division_bound import least_division
 from pplan.planner.degrees.stage_degree_table import BlockRuns
@@ -88,12 +87,3 @@ def steps(layers: LayerTable) -> list[tuple[tuple[int, ...], float]]:
     )
     own = (counts for counts in every if sum(counts) == blocks)
     return [(counts, estimate_stages(layers, counts).step_seconds) for counts in own]
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_seconds_before_a_place(stages: int) -> None:
-    """On the first stage."""
-    for seed, more in product(range(3), SETTINGS[:4]):
-        layers = table(seed, stages, blocks=8, **more)
-        expected = [layers.seconds(block_ranges([end])[0], 0).both for end in range(9)]
-        assert layers.seconds_before == expected

@@ -32,7 +32,6 @@ from pplan.planner.degrees.interleaved_bound import (
 )
 from pplan.planner.degrees.linear_bound import DivisionProgramme
 from pplan.planner.degrees.stage_divisions import (
-    divide_by_seconds,
     fit_division,
     lower_bound,
     round_division,
@@ -277,25 +276,6 @@ def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> 
     for counts in every:
         if layers.peak_bytes(counts) <= limit:
             assert bound <= estimate_stages(layers, counts).step_seconds * (1 + 1e-9)
-
-
-def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
-    """Every end compared with the aim, the first of those as near."""
-    random = Random(1)
-    for _ in range(200):
-        layers = random_table(random)
-        fewest = layers.fewest_blocks
-        before = [layers.seconds(range(end), 0).both for end in range(layers.shape.blocks + 1)]
-        share, ends, fixed = layers.whole_seconds / layers.slots, [0], 0.0
-        for slot in range(layers.slots - 1):
-            fixed += layers.fixed_seconds(slot) if slot else 0.0
-            if slot == layers.setting.predictor_slot(layers.slots):
-                break
-            allowed = range(ends[-1] + fewest[slot], layers.shape.blocks - sum(fewest[slot + 1 :]) + 1)
-            aim = (slot + 1) * share - fixed
-            ends.append(min(allowed, key=lambda end, aim=aim: abs(before[end] - aim)))  # type: ignore[misc]
-        counts = [b - a for a, b in pairwise([*ends, layers.shape.blocks])]
-        assert divide_by_seconds(layers)[: len(counts)] == counts
 
 
 @pytest.mark.parametrize(

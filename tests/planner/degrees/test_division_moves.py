@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -16,8 +16,6 @@ from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.planner.degrees import stage_divisions
 from pplan.planner.degrees.stage_divisions import (
     _moves_from,
-    _nearest,
-    divide_by_seconds,
     fit_division,
     improve_division,
 )
@@ -25,40 +23,6 @@ from pplan.planner.degrees.stage_divisions import (
 from .test_exact_bounds import NO_LIMIT, divisions, table
 
 Counts = tuple[int, ...]
-
-
-def test_the_nearest_end() -> None:
-    """Of those that are allowed; of equal ones the first."""
-    for seed in range(200):
-        random = Random(seed)
-        before = sorted(random.choice((0.0, 1.0, 2.5, 4.0, 7.0)) for _ in range(8))
-        start, stop = sorted(random.sample(range(9), 2))
-        aim = random.choice((-1.0, 1.0, 1.75, 3.0, 5.0, 9.0)) + random.choice((0.0, 0.1))
-        ends = range(start, stop)
-        least = min(abs(before[end] - aim) for end in ends)
-        nearest = [end for end in ends if abs(before[end] - aim) == least]
-        found = _nearest(ends, before, aim)
-        assert before[found] in {before[end] for end in nearest}
-        assert found == min(end for end in ends if before[end] == before[found])
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_stages_of_about_as_many_seconds(seed: int, stages: int) -> None:
-    """Each ends where the seconds so far, its fixed parts among them, are nearest to its share; the inner
-    ones have a block."""
-    layers = table(seed, stages)
-    fixed = [sum(n * part.both for n, part in layers.fixed_parts(slot)) for slot in range(stages)]
-    each = [layers.block_seconds(kind, again=False).both for kind in layers.shape.routed]
-    share = (sum(each) + sum(fixed)) / stages
-    ends = [0]
-    for slot in range(stages - 1):
-        first = ends[-1] + (slot > 0)
-        allowed = range(first, layers.shape.blocks - (stages - 2 - slot) + 1)
-        done = [sum(fixed[: slot + 1]) + sum(each[:end]) for end in range(len(each) + 1)]
-        ends.append(min(allowed, key=lambda end: round(abs(done[end] - (slot + 1) * share), 12)))
-    ends.append(layers.shape.blocks)
-    assert divide_by_seconds(layers) == [b - a for a, b in pairwise(ends)]
 
 
 def all_moves(layers: LayerTable, counts: Counts) -> list[Counts]:
