@@ -43,8 +43,8 @@ from verified import verified
 
 import pplan
 from pplan.api.check import PlanInputs, model_spec
+from pplan.api.check_options import CheckOptions
 from pplan.api.machine import planned_machine
-from pplan.api.options import CheckOptions
 from pplan.cost_models.errors import PplanError
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 from pplan.runtimes.checking.records import CasePrediction, Job

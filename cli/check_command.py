@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import CheckOptions
+from ..api.check_options import CheckOptions
 from ..cost_models.quantities import format_seconds, percent
 from .compare_command import DIFFERENCE, share
 from .output import PlanFile, ProfileFile

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Options, option, settings_option
+from ..cost_models.arguments import Options, option, options_class, settings_option
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from .output import AsJson, Force, Output, PlanFile
 from .streams import printable, remark, result
@@ -30,7 +30,7 @@ RuntimeName = Annotated[
 ]
 
 
-@dataclass(frozen=True)
+@options_class
 class ExportOptions(Options):
     """Where the stages will be, and what a script is made of."""
 

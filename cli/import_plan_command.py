@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import PartitionOptions
+from ..api.partition_options import PartitionOptions
+from ..cost_models.arguments import list_declarations
 from ..cost_models.machines import MachineOptions
-from ..planner.plan_options import PlanOptions, TrainingKeywords
+from ..planner.plan_options import PlanOptions, TrainingOptions
 from .option_parameters import Only
 from .output import AsJson, Force, Output
 from .streams import console
@@ -31,7 +32,8 @@ ProfileFile = Annotated[
         "--profile", metavar="FILE", help="Of the model's layers; default: newest profile in this directory."
     ),
 ]
-Training = Annotated[PlanOptions, Only(*TrainingKeywords.__annotations__)]
+TRAINING = {*list_declarations(TrainingOptions), "seconds_of"} - list_declarations(PartitionOptions).keys()
+Training = Annotated[PlanOptions, Only(*TRAINING)]
 
 
 def import_plan_command(
@@ -65,7 +67,7 @@ def import_plan_command(
     name = f"{file_stem(profile.model)}.imported.plan.json"
     target = choose_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
-    options = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
+    options = {name: getattr(training, name) for name in TRAINING}
     plan = import_plan(
         source,
         profile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..api.options import ReplanOptions
+from ..api.replan_options import ReplanOptions
 from .output import AsJson, Force, Output, PlanFile, ProfileFile
 
 if TYPE_CHECKING:

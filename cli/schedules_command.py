@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Options, option
+from ..cost_models.arguments import Options, option, options_class
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import list_runtimes
 from .option_parameters import action_parser
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 ACTIONS = ("list", "show")
 
 
-@dataclass(frozen=True)
+@options_class
 class ScheduleSize(Options):
     """The numbers with which a schedule is shown."""
 

@@ -9,10 +9,9 @@ import typer
 
 from ..api.stage_costs import CostOptions
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.machines import MachineOptions
+from ..cost_models.machines import DeviceOptions
 from ..planner.plan_options import Overrides
 from .field_names import FIELDS, typed_text
-from .option_parameters import Without
 from .output import ProfileFile
 
 PlanFile = Annotated[
@@ -44,7 +43,7 @@ def simulate_command(
     overrides: Overrides,
     costs: CostOptions,
     profile_file: ProfileFile = None,
-    machine: Annotated[MachineOptions, Without("gpus")],
+    machine: DeviceOptions,
     trace: TraceFile = None,
     svg: SvgFile = None,
     force: Force = False,

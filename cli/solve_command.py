@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..api.options import FrontierOptions, SweepOptions
+from ..api.solve_options import FrontierOptions, SweepOptions
 from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.objectives.objective import ObjectiveOptions
@@ -79,9 +79,10 @@ def solve_command(
     )
     if not profile_files:
         typed_options.read()  # what it refuses needs no profile
+    files: Sequence[Path | None] = profile_files or [None]
     paths = [
         path if path is not None and str(path).startswith("hf:") else choose_input(path, ("profile",))
-        for path in profile_files or [None]
+        for path in files
     ]
     from ..api.configuration import Configuration, read_source
     from ..api.machine import count_gpus

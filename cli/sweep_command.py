@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..api.options import SweepOptions
 from ..api.provenance import made_by
+from ..api.solve_options import SweepOptions
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import (
     format_bytes,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Option, Options, list_declarations, option, read_whole_number
+from ..cost_models.arguments import (
+    Option,
+    Options,
+    list_declarations,
+    option,
+    options_class,
+    read_whole_number,
+)
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..planner.objectives.objective import ObjectiveOptions
@@ -75,7 +81,7 @@ def _values(text: str, name: str, option: Option, part: str) -> list[Any]:
     return powers
 
 
-@dataclass(frozen=True)
+@options_class
 class GridOptions(Options):
     """The grid of problems: `sweep`, values by the arguments of `solve`; `csv`: the file for the rows."""
 

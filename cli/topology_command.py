@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Options, option
+from ..cost_models.arguments import Options, option, options_class
 from ..cost_models.errors import UsageError
 from .option_parameters import action_parser
 
 ACTIONS = ("show", "list")
 
 
-@dataclass(frozen=True)
+@options_class
 class TopologyOptions(Options):
     """The size of the machine to show."""
 

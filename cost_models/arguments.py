@@ -1,9 +1,9 @@
 """Options of commands and of the Python API, each declared once, with the checks and readers of their values.
 
-The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
-(`pplan.cli.option_parameters` makes them) and, for a plan, what its file says under `options`. They are
-plain frozen dataclasses: the help of the command line imports no pydantic. To add an option, add a field, and
-use it where it matters.
+The fields of an `Options` are the keyword arguments of the Python API (`takes` puts them into a function's
+signature), the options of the command line (`pplan.cli.option_parameters` makes them) and, for a plan, what
+its file says under `options`. They are plain frozen dataclasses: the help of the command line imports no
+pydantic. Models are composed by inheritance. To add an option, add a field, and use it where it matters.
 
 A check takes a field's name and a value, and returns the value as the field holds it. A reader takes a typed
 text (all texts, where an option repeats) and the option's name. Both raise UsageError. Sizes, rates and
@@ -20,11 +20,11 @@ import operator
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from math import inf
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, dataclass_transform
 
 from .errors import UsageError
 from .quantities import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SLOWDOWN
@@ -393,7 +393,11 @@ def _wrong(name: str, value: Any, expected_type: str, hint: str) -> UsageError:
 
 Check = Callable[[str, Any], Any]
 """Function of a field's name and a value that returns what the field holds. Raises UsageError."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Argument = TypeVar("Argument")
+Value = TypeVar("Value")
+Model = TypeVar("Model")
 Read = Callable[[Any, str], Any]
 """Reader of a typed text (of all, if an option repeats) under the option's name. Raises UsageError."""
 
@@ -446,7 +450,31 @@ def settings_option(help: str, check: Check = settings) -> Any:
     return option(None, check, help, "NAME=VALUE", flag="set", read=read_settings, repeats=True)
 
 
-@dataclass(frozen=True)
+if TYPE_CHECKING:
+
+    class Converted(Generic[Argument, Value]):
+        """Type of a field that is given in one type and held in another."""
+
+        def __get__(self, instance: object, owner: Any = None) -> Value: ...
+
+        def __set__(self, instance: object, value: Argument) -> None: ...
+
+else:
+
+    class Converted:
+        """Type of a field that is given in one type and held in another, which pydantic sees."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[1]
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+def options_class(model: type[Model]) -> type[Model]:
+    """Make a frozen dataclass of keywords; mypy, told that it is frozen, forgets what a field holds."""
+    return dataclass(frozen=True, kw_only=True)(model)
+
+
+@options_class
 class Options:
     """Fields made by `option`, checked when they are set. Raises UsageError."""
 
@@ -455,9 +483,11 @@ class Options:
             object.__setattr__(self, name, own.check(name, getattr(self, name)))
 
 
-def list_declarations(model: type[Options]) -> dict[str, Option]:
-    """The declarations of a model's fields, by their names."""
-    return {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
+def list_declarations(model: Any) -> dict[str, Option]:
+    """The declarations of a model's fields, by their names; an inherited one of a field declared again."""
+    bases = [own for own in reversed(model.__mro__) if is_dataclass(own)]
+    every = [each for own in bases for each in fields(own)]
+    return {each.name: each.metadata["option"] for each in every if "option" in each.metadata}
 
 
 def options_from(
@@ -484,29 +514,47 @@ def options_from(
     ]
 
 
-def describe_options(
-    keywords: Any, *models: type[Options], refused: Collection[str] = ()
-) -> Callable[[Function], Function]:
-    """Adds to a function's docstring the options that it takes as `keywords`, a TypedDict, but for those that
-    it refuses, as the `models` declare them."""
-    declarations = {own.name: own for model in reversed(models) for own in fields(model)}
-    lines = ["Options:"]
-    for name in (name for name in keywords.__annotations__ if name not in refused):
-        annotation, own = keywords.__annotations__[name], declarations[name]
-        kind = getattr(annotation, "__forward_arg__", str(annotation))
-        if kind.startswith("Required["):
-            lines.append(f"    {name}: {kind.removeprefix('Required[').removesuffix(']')}")
-        else:
-            lines.append(f"    {name}: {kind} = {own.default!r}")
-        lines += textwrap.wrap(
-            own.metadata["option"].help, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
-        )
+def takes(
+    model: Callable[Parameters, object],
+) -> Callable[[Callable[..., Result]], Callable[Parameters, Result]]:
+    """Give a function the parameters of a model: type checkers, editors and `help` see each by its name.
 
-    def add(function: Function) -> Function:
-        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+    Args:
+        model: A dataclass with a field for every argument. Inherited fields are keywords. A field that is
+            declared again without a default has to be given.
+    """
+
+    def add(function: Callable[..., Result]) -> Callable[Parameters, Result]:
+        declarations, parameters, lines = list_declarations(model), [], ["Options:"]
+        declared_again = inspect.get_annotations(cast(Any, model)).keys() - vars(model)
+        for own in fields(cast(Any, model)):
+            kind = argument_type(model, own.name)
+            is_required = own.default is MISSING or own.name in declared_again
+            default = inspect.Parameter.empty if is_required else own.default
+            place = inspect.Parameter.KEYWORD_ONLY if own.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(own.name, place, default=default, annotation=kind))
+            if own.name in declarations:
+                lines.append(f"    {own.name}: {kind}" + ("" if is_required else f" = {own.default!r}"))
+                sentence = declarations[own.name].help
+                lines += textwrap.wrap(sentence, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        parameters.sort(key=lambda parameter: parameter.kind)
+        described: Any = function
+        described.__signature__ = inspect.Signature(
+            parameters, return_annotation=function.__annotations__["return"]
+        )
+        described.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
         return function
 
     return add
+
+
+def argument_type(model: Any, name: str) -> str:
+    """Return the type of what may be given for a field, as it is written."""
+    written = next(own[name] for own in map(inspect.get_annotations, model.__mro__) if name in own)
+    if not written.startswith("Converted["):
+        return str(written)
+    converted = cast(ast.Subscript, ast.parse(written, mode="eval").body)
+    return ast.unparse(cast(ast.Tuple, converted.slice).elts[0])
 
 
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:

@@ -31,10 +31,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from . import arguments
-from .arguments import Options, option, read_by_level
+from .arguments import Converted, Options, option, options_class, read_by_level
 from .errors import UsageError
 from .quantities import parse_bytes, parse_rate, parse_seconds
 from .text_files import parse_toml
@@ -326,17 +326,6 @@ def memory_bandwidth(device_name: str) -> float | None:
     return None if roofline is None else roofline.bandwidth.value
 
 
-class MachineKeywords(TypedDict, total=False):
-    """The fields of `MachineOptions` but `gpus`, as a caller may give them."""
-
-    gpus_per_node: int | None
-    gpu: str | None
-    memory_bytes: int | None
-    bandwidth: float | Sequence[float] | None
-    latency: float | Sequence[float] | None
-    topology: str | Path | None
-
-
 def _machine(default: Any, check: Any, form: str, help: str, **more: Any) -> Any:
     return option(default, check, help, form, panel="The machine", **more)
 
@@ -353,13 +342,9 @@ def _latency(name: str, value: Any) -> Sequence[float] | None:
     return arguments.by_level(name, value, "(5e-6, 20e-6)")
 
 
-@dataclass(frozen=True)
-class MachineOptions(Options):
-    """The devices and their links; None: as in `topology`, else as profiled. Raises UsageError.
-
-    `bandwidth` (bytes per second) and `latency` (seconds) hold one value inside a node and, where given, a
-    second between nodes; `topology` is a machine's name or a TOML file.
-    """
+@options_class
+class DeviceCount(Options):
+    """Number of devices; None: that of the topology."""
 
     gpus: int | None = _machine(
         None,
@@ -368,6 +353,16 @@ class MachineOptions(Options):
         "How many GPUs there are; default: the topology's.",
         least=1,
     )
+
+
+@options_class
+class DeviceOptions(Options):
+    """Devices and their links; None: as in `topology`, else as profiled. Raises UsageError.
+
+    `bandwidth` (bytes per second) and `latency` (seconds) hold one value inside a node and, where given, a
+    second between nodes; `topology` is a machine's name or a TOML file.
+    """
+
     gpus_per_node: int | None = _machine(None, arguments.optional_whole, "N", "GPUs in one server.", least=1)
     gpu: str | None = _machine(
         None,
@@ -378,21 +373,21 @@ class MachineOptions(Options):
     memory_bytes: int | None = _machine(
         None, _memory, "16GiB", "Memory of each GPU.", flag="memory", read=parse_bytes
     )
-    bandwidth: Sequence[float] | None = _machine(
+    bandwidth: Converted[float | Sequence[float] | None, Sequence[float] | None] = _machine(
         None,
         _bandwidth,
         "300GB/s[,25GB/s]",
         "Link bandwidth, inside a server and between servers.",
         read=read_by_level(parse_rate),
     )
-    latency: Sequence[float] | None = _machine(
+    latency: Converted[float | Sequence[float] | None, Sequence[float] | None] = _machine(
         None,
         _latency,
         "5us[,20us]",
         "Link latency, inside a server and between servers.",
         read=read_by_level(parse_seconds),
     )
-    topology: Path | None = _machine(
+    topology: Converted[str | Path | None, Path | None] = _machine(
         None,
         arguments.optional_path,
         "NAME|FILE.toml",
@@ -414,3 +409,8 @@ class MachineOptions(Options):
     def folder(self) -> Path:
         """Where the files that the topology names are."""
         return Path() if self.topology is None else self.topology.parent
+
+
+@options_class
+class MachineOptions(DeviceOptions, DeviceCount):
+    """The machine: devices, their number and their links."""

@@ -70,6 +70,9 @@ def _commands() -> Iterator[str]:
         yield ""
 
 
+MOST_ON_A_LINE = 4
+
+
 def _functions() -> Iterator[str]:
     """The public functions with their arguments and docstrings."""
     yield "# Functions\n\nMade from the code; the tests run the examples.\n"
@@ -87,13 +90,16 @@ def _functions() -> Iterator[str]:
 
 
 def _signature(function: Any) -> str:
-    """With `**options` for the keywords that the text names."""
+    """The arguments, each on a line where they are many."""
     signature = inspect.signature(function)
-    parameters = [
-        own.replace(annotation=own.empty) if own.kind is own.VAR_KEYWORD else own
-        for own in signature.parameters.values()
-    ]
-    return str(signature.replace(parameters=parameters)).replace("'", "")
+    if len(signature.parameters) <= MOST_ON_A_LINE:
+        return str(signature).replace("'", "")
+    lines = [str(own).replace("'", "") for own in signature.parameters.values()]
+    kinds = [own.kind for own in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    returned = str(signature.return_annotation).replace("'", "")
+    return "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {returned}"
 
 
 def _docstring(text: str) -> str:

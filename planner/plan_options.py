@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from ..cost_models import arguments
 from ..cost_models.arguments import (
+    Converted,
     Options,
     option,
+    options_class,
     read_choice,
     read_number_or_auto,
     read_sizes,
@@ -41,39 +42,6 @@ from .candidate import (
 )
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
-
-
-class TrainingKeywords(TypedDict, total=False):
-    """The fields of `PlanOptions` that say how it is trained, but those of the pipeline itself."""
-
-    mini_batch: int | None
-    micro_batches: int | Literal["auto"] | None
-    host_bandwidth: float | None
-    host_memory_bytes: int | None
-    optimizer: str
-    precision: Literal["auto", "fp32", "mixed", "bf16"] | str
-    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
-    zero: int | Sequence[int] | None
-    runtime: str | None
-    tp: Sequence[int] | int | None
-    seconds_of: Literal["cpu"] | str | None
-
-
-class PlanKeywords(TrainingKeywords, total=False):
-    """The fields of `PlanOptions`, as a caller may give them."""
-
-    schedule: str
-    recompute: str
-    planner: str
-    use_all: bool
-    max_stages: int | None
-    cut_after: Sequence[str]
-    keep_together: Sequence[str]
-    pins: Sequence[tuple[str, int]]
-    memory_limit: float | None
-    time_limit: float | str
-    robust: bool
-    slow_devices: tuple[float, float] | str | None
 
 
 def _training(default: Any, check: Any, form: str, help: str, **more: Any) -> Any:
@@ -118,25 +86,27 @@ def _read_pin(text: str, name: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-@dataclass(frozen=True)
-class PlanOptions(Options):
-    """The options of a plan; None and "auto" leave the choice to the search. Raises UsageError.
+def seconds_option() -> Any:
+    """Make the field of the device whose seconds are meant, which every plan from a profile has."""
+    return option(
+        None,
+        arguments.optional_word,
+        "Plan GPUs with the seconds of a processor's profile, which is refused otherwise.",
+        "cpu",
+        panel="The machine",
+    )
+
+
+@options_class
+class TrainingOptions(Options):
+    """How a plan is trained; None and "auto" leave the choice to the search.
 
     `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
     mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
     what the replicas of a stage spread over them: 1 the optimizer's states, 2 the gradients too, 3 the
     weights too. `tp`: of the numbers of devices that share every layer, for which the profile has costs,
     those that are allowed. `host_bandwidth`: bytes per second of a device's copies to its host's memory and
-    back, where stages may offload; None: those of a known GPU's link. `planner`: "best", the joint search, or
-    a named planner. `use_all`: no device may stay free.
-    `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
-    between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
-    `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
-    time for the whole answer; work is counted, so that answers seldom vary. `robust`: of plans near the
-    fastest, the one whose step at the 90th percentile is the best. `slow_devices`: (share, times): each
-    device, by itself, takes so many times as long with that probability; it makes the plan `robust`, now the
-    one with the shortest mean step. `seconds_of`: "cpu" where GPUs are planned with a processor's seconds,
-    which is meant.
+    back, where stages may offload; None: those of a known GPU's link.
     """
 
     runtime: str | None = _training(
@@ -150,7 +120,7 @@ class PlanOptions(Options):
         least=1,
         aliases=("--batch-size", "--global-batch-size"),
     )
-    micro_batches: int | None = _training(
+    micro_batches: Converted[int | Literal["auto"] | None, int | None] = _training(
         None,
         arguments.whole_or_auto,
         "M|auto",
@@ -198,41 +168,58 @@ class PlanOptions(Options):
         "Optimizer (sets state memory).",
         words=tuple(OPTIMIZERS),
     )
-    precision: str = _training(
+    precision: Converted[Literal["auto", "fp32", "mixed", "bf16"] | str, str] = _training(
         "auto",
         arguments.word,
         "|".join(PRECISIONS),
         "Of weights and states; default: mixed if the profile is 16-bit or of autocast, else fp32.",
         words=("auto", *PRECISIONS),
     )
-    gradient_dtype: str = _training(
+    gradient_dtype: Converted[Literal["auto", "fp32", "bf16", "fp16"] | str, str] = _training(
         "auto",
         arguments.word,
         "|".join(GRADIENT_DTYPES),
         "Type of accumulated gradients; default: that of the weights (Megatron, DeepSpeed: fp32 for bf16).",
         words=("auto", *GRADIENT_DTYPES),
     )
-    zero: int = _training(
+    zero: Converted[int | Sequence[int] | None, int] = _training(
         0,
         _stage_of_zero,
         "0|1|2|3",
         "What replicas of a stage spread: 1 optimizer states, 2 gradients too, 3 weights too.",
         least=0,
     )
-    tp: tuple[int, ...] | None = _training(
+    tp: Converted[Sequence[int] | int | None, tuple[int, ...] | None] = _training(
         None,
         _sharers,
         "N[,N]",
         "How many devices may share every layer; default: as many as the profile has costs for.",
         read=read_sizes,
     )
+
+
+@options_class
+class PlanOptions(TrainingOptions):
+    """The options of a plan; None and "auto" leave the choice to the search. Raises UsageError.
+
+    `planner`: "best", the joint search, or a named planner. `use_all`: no device may stay free.
+    `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
+    between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
+    `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
+    time for the whole answer; work is counted, so that answers seldom vary. `robust`: of plans near the
+    fastest, the one whose step at the 90th percentile is the best. `slow_devices`: (share, times): each
+    device, by itself, takes so many times as long with that probability; it makes the plan `robust`, now the
+    one with the shortest mean step. `seconds_of`: "cpu" where GPUs are planned with a processor's seconds,
+    which is meant.
+    """
+
     planner: str = _search(
         "best",
         arguments.word,
         "NAME",
         "best: the joint search; or what a known tool would do: pplan compare.",
     )
-    time_limit: float = _search(
+    time_limit: Converted[float | str, float] = _search(
         30.0,
         _time_limit,
         "30s",
@@ -242,17 +229,17 @@ class PlanOptions(Options):
     )
     use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")
     max_stages: int | None = _search(None, arguments.optional_whole, "N", "At most so many stages.", least=1)
-    cut_after: tuple[str, ...] = _search(
+    cut_after: Converted[Sequence[str], tuple[str, ...]] = _search(
         (), arguments.words, "LAYER", "A stage must end there. Can be repeated.", repeats=True
     )
-    keep_together: tuple[str, ...] = _search(
+    keep_together: Converted[Sequence[str], tuple[str, ...]] = _search(
         (),
         arguments.words,
         "PATTERN",
         "No cut between layers of such names: layer1.*. Can be repeated.",
         repeats=True,
     )
-    pins: tuple[tuple[str, int], ...] = _search(
+    pins: Converted[Sequence[tuple[str, int]], tuple[tuple[str, int], ...]] = _search(
         (),
         arguments.pins,
         "LAYER=stageN",
@@ -264,7 +251,7 @@ class PlanOptions(Options):
     robust: bool = _search(
         False, arguments.flag, None, "The fastest at the 90th percentile, as the layers' seconds vary."
     )
-    slow_devices: tuple[float, float] | None = _search(
+    slow_devices: Converted[tuple[float, float] | str | None, tuple[float, float] | None] = _search(
         None,
         arguments.slow_devices,
         "5%:1.5",
@@ -272,13 +259,7 @@ class PlanOptions(Options):
         read=read_slow_devices,
     )
     memory_limit: float | None = option(None, arguments.optional_number)
-    seconds_of: str | None = option(
-        None,
-        arguments.optional_word,
-        "Plan GPUs with the seconds of a processor's profile, which is refused otherwise.",
-        "cpu",
-        panel="The machine",
-    )
+    seconds_of: Converted[Literal["cpu"] | str | None, str | None] = seconds_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -359,28 +340,13 @@ TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
 """As of `Costs.transfers`, which is not imported here: the help of the command line would wait for numpy."""
 
 
-class OverrideKeywords(TypedDict, total=False):
-    """The fields of `Overrides`, as a caller may give them."""
-
-    schedule: str | None
-    stages: int | None
-    micro_batches: int | None
-    virtual_stages: int | None
-    replicas: int | None
-    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
-
-
 def _number(form: str, help: str) -> Any:
     return option(None, arguments.optional_whole, help, form, least=1)
 
 
-@dataclass(frozen=True)
-class Overrides(Options):
-    """Numbers that replace those of the plan in a simulation; None: the plan's. Raises UsageError.
-
-    `stages`: devices of the pipeline; with another number than the plan's each stage has one device.
-    `virtual_stages`: of a device; `replicas`: of every stage. `transfers`: the planner lets all overlap.
-    """
+@options_class
+class StepOptions(Options):
+    """A step that is simulated. `virtual_stages`: of a device. `transfers`: the planner lets all overlap."""
 
     schedule: str | None = option(
         None,
@@ -394,13 +360,23 @@ class Overrides(Options):
     virtual_stages: int | None = _number(
         "V", "Parts of the layers on each device; costs of a stage are shared by its parts equally."
     )
-    replicas: int | None = _number(
-        "R", "Devices that share each stage of a plan whose layers are cut anew; default: as many as now."
-    )
-    transfers: str = option(
+    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str = option(
         "overlapped",
         arguments.word,
         "Whether communication overlaps computation, or a stage waits for its sends, receives or both.",
         "|".join(TRANSFERS),
         words=TRANSFERS,
+    )
+
+
+@options_class
+class Overrides(StepOptions):
+    """Numbers that replace those of the plan in a simulation; None: the plan's. Raises UsageError.
+
+    `stages`: devices of the pipeline; with another number than the plan's each stage has one device.
+    `replicas`: of every stage.
+    """
+
+    replicas: int | None = _number(
+        "R", "Devices that share each stage of a plan whose layers are cut anew; default: as many as now."
     )

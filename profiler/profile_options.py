@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Options, option, read_module_styles, read_sizes, settings_option
+from ..cost_models.arguments import (
+    Converted,
+    Options,
+    option,
+    options_class,
+    read_module_styles,
+    read_sizes,
+    settings_option,
+)
 from ..cost_models.errors import UsageError
 from ..cost_models.precision import training_precision
 from ..cost_models.quantities import parse_bytes, parse_time
@@ -22,38 +29,6 @@ if TYPE_CHECKING:
 
 AMP = ("bf16", "fp16")
 SIZES_OF_MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
-
-
-class ProfileKeywords(TypedDict, total=False):
-    """The fields of `ProfileOptions`, as a caller may give them."""
-
-    input_shape: Sequence[int] | None
-    input_like: str | None
-    classes: int | None
-    micro_batch_sizes: Sequence[int] | None
-    dtype: str | None
-    device: str | None
-    calibrate: str | Path | Profile | None
-    granularity: str | None
-    keep_together: Sequence[str]
-    settings: Mapping[str, object] | None
-    loss: str | None
-    compile: bool
-    channels_last: bool
-    amp: Literal["bf16", "fp16"] | None
-    tf32: bool
-    cudnn_benchmark: bool
-    budget_seconds: float
-    seed: int
-    resume: bool
-    cache: bool
-
-
-class TensorParallelKeywords(TypedDict, total=False):
-    """The fields of `TensorParallelOptions`, as a caller may give them."""
-
-    tensor_parallel: int | None
-    tensor_plan: Mapping[str, object] | None
 
 
 def read_shape(text: str, name: str) -> tuple[int, ...]:
@@ -90,7 +65,7 @@ def _text(form: str, help: str) -> Any:
     return option(None, arguments.optional_word, help, form)
 
 
-@dataclass(frozen=True)
+@options_class
 class ProfileOptions(Options):
     """How a model is built and measured; None: as is usual for it. Raises UsageError.
 
@@ -141,7 +116,7 @@ class ProfileOptions(Options):
         "Where to measure; default: CUDA where there is one. meta: layers and bytes only; analytic:h100 or "
         "analytic:my.toml: estimated from FLOPs and bytes.",
     )
-    calibrate: Path | Profile | None = option(
+    calibrate: Converted[str | Path | Profile | None, Path | Profile | None] = option(
         None,
         _profile_or_path,
         "A measured profile of the same model, whose efficiencies an analytic one takes.",
@@ -195,7 +170,7 @@ class ProfileOptions(Options):
             )
 
 
-@dataclass(frozen=True)
+@options_class
 class TensorParallelOptions(Options):
     """Layers that several processes share, which torchrun has started: how many, and which modules are split,
     by their names with wildcards, "colwise" or "rowwise"; None: as the transformers model says."""
@@ -219,7 +194,7 @@ class TensorParallelOptions(Options):
     )
 
 
-@dataclass(frozen=True)
+@options_class
 class TransformerSizes(Options):
     """Keys of a transformers configuration that stand for themselves on the command line."""
 
@@ -242,7 +217,7 @@ def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
     return sizes
 
 
-@dataclass(frozen=True)
+@options_class
 class KernelOptions(Options):
     """Of which shapes kernels are measured: of a transformer with these degrees, and how. `peak`: FLOP/s."""
 
@@ -266,7 +241,7 @@ class KernelOptions(Options):
     repeats: int = option(10, arguments.whole, "Runs of a kernel, of which the median counts.", "N", least=1)
 
 
-@dataclass(frozen=True)
+@options_class
 class LinkOptions(Options):
     """How links are measured. `sizes`: bytes of a transfer."""
 
@@ -304,25 +279,14 @@ FORMATS = ("pipedream", "csv", "json")
 GRANULARITIES = ("block", "fine")
 
 
-class ImportKeywords(TypedDict, total=False):
-    """The fields of `ProfileImportOptions`, as a caller may give them."""
-
-    format: Literal["pipedream", "csv", "json"] | str | None
-    model: str | None
-    micro_batch_size: int | None
-    granularity: Literal["block", "fine"] | str | None
-    dtype: str
-    tensor_parallel: int
-
-
-@dataclass(frozen=True)
+@options_class
 class ProfileImportOptions(Options):
     """What a file of costs does not say; None: as is usual for its format.
 
     `granularity` is for graphs: a table's rows are its layers.
     """
 
-    format: str | None = option(
+    format: Literal["pipedream", "csv", "json"] | str | None = option(
         None,
         arguments.optional_word,
         "Format of the file; default: detected from its content.",
@@ -340,7 +304,7 @@ class ProfileImportOptions(Options):
         "N",
         least=1,
     )
-    granularity: str | None = option(
+    granularity: Literal["block", "fine"] | str | None = option(
         None,
         arguments.optional_word,
         "Layers of a graph: what lies between all places that one tensor crosses, or each operation.",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from ...cost_models import arguments
-from ...cost_models.arguments import Options, option, read_whole_number
+from ...cost_models.arguments import Converted, Options, option, options_class, read_whole_number
 from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.quantities import parse_rate
 
@@ -22,35 +21,6 @@ _RECOMPUTE_WORDS = {
     **{word: word for word in RECOMPUTES},
 }
 CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring", "all-gather")
-
-
-class ConfigurationKeywords(TypedDict, total=False):
-    """The fields of `DegreeOptions` that a profile has none of, as a caller may give them."""
-
-    implementation: Literal["megatron"] | str
-    kernels: str | Path | None
-    sequence: int
-    layers: int | None
-    predictors: int
-    pp: Sequence[int] | None
-    cp: Sequence[int] | None
-    ep: Sequence[int] | None
-    micro_batch_size: Sequence[int] | None
-    virtual_stages: Sequence[int] | None
-    offload: bool
-    context_exchange: str
-    by_stage: bool
-    fix: Mapping[str, int] | None
-
-
-class DegreeKeywords(ConfigurationKeywords, total=False):
-    """The fields of `DegreeOptions`, as a caller may give them."""
-
-    mini_batch: int | None
-    tp: Sequence[int] | int | None
-    zero: int | Sequence[int] | None
-    recompute: str
-    host_bandwidth: float | None
 
 
 def _counts(name: str, value: Any) -> tuple[int, ...] | None:
@@ -163,15 +133,129 @@ def _one_word(words: Sequence[str]) -> Callable[[str, Any], str]:
     return check
 
 
-@dataclass(frozen=True)
-class DegreeOptions(Options):
+@options_class
+class ConfigurationOptions(Options):
+    """Options of a configuration that a profile has none of; None: all. Raises UsageError.
+
+    `sequence`: tokens of a sequence. `layers`: of the model, where not all of the configuration's. `fix`:
+    degrees that have one value, by name; it is set as that of their own field.
+    """
+
+    implementation: Literal["megatron"] | str = _option(
+        "megatron",
+        _implementation,
+        "Whose code is costed: megatron, with Transformer Engine.",
+        "megatron",
+        words=IMPLEMENTATIONS,
+    )
+    kernels: Converted[str | Path | None, Path | None] = _option(
+        None, arguments.optional_path, "A CSV file of measured kernels; default: the GPU's limits.", "FILE"
+    )
+    sequence: int = _option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
+    layers: int | None = _option(
+        None,
+        arguments.optional_whole,
+        "Layers of the model, where not all of the configuration's.",
+        "N",
+        least=1,
+    )
+    predictors: int = _option(
+        0,
+        _predictors,
+        "Multi-token predictors that are trained behind the layers (DeepSeek-V3 has 1).",
+        "N",
+        least=0,
+        aliases=("--mtp-num-layers",),
+    )
+    pp: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Allowed numbers of pipeline stages; default: up to one for each layer, the embedding and the head."
+    )
+    cp: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Allowed context-parallel degrees; default: those that leave a device 4096 tokens."
+    )
+    ep: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Allowed expert-parallel degrees."
+    )
+    micro_batch_size: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Allowed sequences of a micro-batch."
+    )
+    virtual_stages: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8, of all "
+        "devices no more than layers, embedding and head."
+    )
+    offload: bool = _option(
+        False,
+        arguments.flag,
+        "Also try to keep what attention and experts save for backward in the host's memory, as "
+        "megatron-core does it.",
+    )
+    context_exchange: str = _option(
+        "auto",
+        _one_word(CONTEXT_EXCHANGES),
+        "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
+        "and values go round), all-gather (each has all keys and values), or auto (any of these).",
+        "auto|all-to-all|ring|all-gather",
+        words=CONTEXT_EXCHANGES,
+    )
+    by_stage: bool = _option(
+        False,
+        arguments.flag,
+        "Also look for a 1F1B pipeline whose stages have numbers of devices, degrees and recomputation of "
+        "their own.",
+    )
+    fix: Mapping[str, int] | None = _option(
+        None,
+        _fixed,
+        "One value of a degree: micro-batch-size=2, as the option of that name has it. Can be repeated.",
+        "NAME=N",
+        read=_read_fixed,
+        repeats=True,
+    )
+
+
+@options_class
+class DegreeOptions(ConfigurationOptions):
     """What is trained, and which degrees are allowed; None: all. Raises UsageError.
 
-    `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
-    not all of the configuration's. `zero`: allowed stages of ZeRO (2 and 3: FSDP, without a pipeline); None:
-    0 to 3 without a pipeline, 1 in one.
-    `fix`: degrees that have one value, by name; it is set as that of their own field.
+    `mini_batch`: sequences of one optimizer step. `zero`: allowed stages of ZeRO (2 and 3: FSDP, without a
+    pipeline); None: 0 to 3 without a pipeline, 1 in one.
     """
+
+    mini_batch: Converted[int | None, int] = option(
+        256,
+        _mini_batch,
+        "Global batch: sequences of one optimizer step.",
+        "B",
+        panel="The training",
+        least=1,
+        aliases=("--batch-size", "--global-batch-size"),
+    )
+    zero: Converted[int | Sequence[int] | None, Sequence[int] | None] = _option(
+        None,
+        _zero,
+        "Allowed stages of ZeRO: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
+        "gradients too, 3 the weights too (2 and 3: FSDP, without a pipeline); default: 0 to 3 without a "
+        "pipeline, 1 in one.",
+        "N[,N]",
+        read=_read_zero,
+    )
+    tp: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Allowed tensor-parallel degrees."
+    )
+    recompute: str = _option(
+        "auto",
+        _recompute,
+        "What runs forward again before its backward: never, selective (attention), first-layers (the first "
+        "blocks of each stage), always (every block), or auto (any of these).",
+        "auto|never|selective|first-layers|always",
+    )
+    host_bandwidth: float | None = _option(
+        None,
+        arguments.optional_rate,
+        "Of a GPU's copies to the host's memory, and as much back; default: 85 % of its link to the host.",
+        "50GB/s",
+        read=parse_rate,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,103 +283,3 @@ class DegreeOptions(Options):
             raise UsageError(
                 "offload: no degrees by stage, their stages do not offload", "Omit `offload`, or `by_stage`."
             )
-
-    implementation: str = _option(
-        "megatron",
-        _implementation,
-        "Whose code is costed: megatron, with Transformer Engine.",
-        "megatron",
-        words=IMPLEMENTATIONS,
-    )
-    kernels: Path | None = _option(
-        None, arguments.optional_path, "A CSV file of measured kernels; default: the GPU's limits.", "FILE"
-    )
-    mini_batch: int = option(
-        256,
-        _mini_batch,
-        "Global batch: sequences of one optimizer step.",
-        "B",
-        panel="The training",
-        least=1,
-        aliases=("--batch-size", "--global-batch-size"),
-    )
-    sequence: int = _option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
-    layers: int | None = _option(
-        None,
-        arguments.optional_whole,
-        "Layers of the model, where not all of the configuration's.",
-        "N",
-        least=1,
-    )
-    predictors: int = _option(
-        0,
-        _predictors,
-        "Multi-token predictors that are trained behind the layers (DeepSeek-V3 has 1).",
-        "N",
-        least=0,
-        aliases=("--mtp-num-layers",),
-    )
-    zero: Sequence[int] | None = _option(
-        None,
-        _zero,
-        "Allowed stages of ZeRO: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
-        "gradients too, 3 the weights too (2 and 3: FSDP, without a pipeline); default: 0 to 3 without a "
-        "pipeline, 1 in one.",
-        "N[,N]",
-        read=_read_zero,
-    )
-    tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
-    pp: Sequence[int] | None = _degree_option(
-        "Allowed numbers of pipeline stages; default: up to one for each layer, the embedding and the head."
-    )
-    cp: Sequence[int] | None = _degree_option(
-        "Allowed context-parallel degrees; default: those that leave a device 4096 tokens."
-    )
-    ep: Sequence[int] | None = _degree_option("Allowed expert-parallel degrees.")
-    micro_batch_size: Sequence[int] | None = _degree_option("Allowed sequences of a micro-batch.")
-    virtual_stages: Sequence[int] | None = _degree_option(
-        "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8, of all "
-        "devices no more than layers, embedding and head."
-    )
-    recompute: str = _option(
-        "auto",
-        _recompute,
-        "What runs forward again before its backward: never, selective (attention), first-layers (the first "
-        "blocks of each stage), always (every block), or auto (any of these).",
-        "auto|never|selective|first-layers|always",
-    )
-    offload: bool = _option(
-        False,
-        arguments.flag,
-        "Also try to keep what attention and experts save for backward in the host's memory, as "
-        "megatron-core does it.",
-    )
-    host_bandwidth: float | None = _option(
-        None,
-        arguments.optional_rate,
-        "Of a GPU's copies to the host's memory, and as much back; default: 85 % of its link to the host.",
-        "50GB/s",
-        read=parse_rate,
-    )
-    context_exchange: str = _option(
-        "auto",
-        _one_word(CONTEXT_EXCHANGES),
-        "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
-        "and values go round), all-gather (each has all keys and values), or auto (any of these).",
-        "auto|all-to-all|ring|all-gather",
-        words=CONTEXT_EXCHANGES,
-    )
-    by_stage: bool = _option(
-        False,
-        arguments.flag,
-        "Also look for a 1F1B pipeline whose stages have numbers of devices, degrees and recomputation of "
-        "their own.",
-    )
-    fix: Mapping[str, int] | None = _option(
-        None,
-        _fixed,
-        "One value of a degree: micro-batch-size=2, as the option of that name has it. Can be repeated.",
-        "NAME=N",
-        read=_read_fixed,
-        repeats=True,
-    )

@@ -9,13 +9,13 @@ their time, memory and staleness; what staleness does to the loss is not predict
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
 from ...cost_models import arguments, data_parallel
-from ...cost_models.arguments import Options, option
+from ...cost_models.arguments import Converted, Options, option, options_class
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.data_parallel import Pace, Workers
 from ...cost_models.document import Document, Record
@@ -257,7 +257,7 @@ class OtherMethod(Record):
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@options_class
 class OtherMethodOptions(Options):
     """`servers`: parameter servers, each with a port of its own; `staleness`: the bound of stale-synchronous
     workers, in updates, and the clock distance of HetPipe, in waves; `push_every`, `fetch_every`: Downpour's
@@ -269,7 +269,7 @@ class OtherMethodOptions(Options):
     push_every: int = option(4, arguments.whole)
     fetch_every: int = option(4, arguments.whole)
     memory_bandwidth: float | None = option(None, arguments.optional_number)
-    watts: Mapping[str, tuple[float, float]] | None = option(None, arguments.watts)
+    watts: Converted[Watts | str | None, Watts | None] = option(None, arguments.watts)
 
 
 def list_other_methods(problem: Problem, options: OtherMethodOptions) -> list[OtherMethod]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypedDict
 
 from ...cost_models import arguments
-from ...cost_models.arguments import Options, option, read_counts
+from ...cost_models.arguments import Converted, Options, option, options_class, read_counts
 from ...cost_models.schedule_text import optional_schedule
 
 _IN_USE = "The split in use"
 
 
-@dataclass(frozen=True)
+@options_class
 class ExplainOptions(Options):
     """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
     `micro_batches` and that `schedule`; None: the best for it, as far as the plan's options allow."""
 
-    current: tuple[int, ...] | None = option(
+    current: Converted[Sequence[int] | None, tuple[int, ...] | None] = option(
         None,
         arguments.wholes,
         "Layers of each stage as you split them now: why it is slower than the plan.",
@@ -54,12 +52,3 @@ class ExplainOptions(Options):
     def balance(self) -> tuple[int, ...]:
         """`current`, where there is one."""
         return self.current or ()
-
-
-class ExplainKeywords(TypedDict, total=False):
-    """The fields of `ExplainOptions`, as a caller may give them."""
-
-    current: Sequence[int] | None
-    replicas: int
-    micro_batches: int | None
-    schedule: str | None

@@ -6,10 +6,10 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...cost_models import arguments
-from ...cost_models.arguments import Options, option
+from ...cost_models.arguments import Converted, Options, option, options_class
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import LEAST_PRICE, MOST_PRICE, MOST_SHARE
 
@@ -127,13 +127,6 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
     return by_kind
 
 
-class ObjectiveKeywords(TypedDict, total=False):
-    """The fields of `ObjectiveOptions`, as a caller may give them."""
-
-    objective: Literal["step-time", "throughput", "memory", "cost"] | str
-    price: float | str | Mapping[str, float] | None
-
-
 def _prices(name: str, value: Any) -> dict[str, float] | None:
     """Dollars per device hour by kind: of a number, a text such as "A100=2.5,T4=0.35", or a mapping."""
     if value is None:
@@ -152,21 +145,21 @@ def _objective(default: Any, check: Any, form: str, help: str) -> Any:
     return option(default, check, help, form, panel="The objective")
 
 
-@dataclass(frozen=True)
+@options_class
 class ObjectiveOptions(Options):
     """What the plan is to be the best of: "step-time"; "throughput", for which the weights may be an update
     or more late; "memory", the least that the fullest device holds with a step at most 5 % longer than the
     fastest ("memory:10%"); or "cost", dollars per sample. `price`: dollars per device hour, one for all or by
     the kind of device."""
 
-    objective: str = _objective(
+    objective: Literal["step-time", "throughput", "memory", "cost"] | str = _objective(
         STEP_TIME,
         arguments.word,
         "step-time|throughput|memory[:5%]|cost",
         "The shortest step; the most samples a second, with late gradients; the least memory with a step at "
         "most 5 % longer than the fastest; the fewest dollars a sample.",
     )
-    price: Mapping[str, float] | None = _objective(
+    price: Converted[float | str | Mapping[str, float] | None, Mapping[str, float] | None] = _objective(
         None,
         _prices,
         "2.5|A100=2.5,T4=0.35",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import numpy as np
 
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import options_class, options_from, takes
 from ..cost_models.errors import ExportError, MachineError, PplanError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import recompute_kinds
@@ -57,9 +57,9 @@ from ..runtimes.choice import choose
 from ..runtimes.documents import BuiltExport, TorchExport
 from ..runtimes.exports import export_on
 from ..runtimes.trainer_words import INSTEAD
+from .check_options import CheckOptions
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import CheckKeywords, CheckOptions
 
 WARM_UPS = 2
 """Steps before those that are timed."""
@@ -72,11 +72,19 @@ LEAST_SIZE = 1024
 Runner = Callable[[Job], CheckMeasurements | None]
 
 
-@describe_options(CheckKeywords, CheckOptions)
+@options_class
+class CheckArguments(CheckOptions):
+    """The arguments of `check`."""
+
+    plan: Plan | str | Path = field(kw_only=False)
+    profile: Profile | str | Path = field(kw_only=False)
+
+
+@takes(CheckArguments)
 def check(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
-    **options: Unpack[CheckKeywords],
+    **options: Any,
 ) -> Check:
     """Run `plan`, made from `profile`, for `steps` timed steps in processes of this machine.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ..cost_models import arguments
 from ..cost_models.arguments import options_from
@@ -13,7 +13,6 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines import (
     ROOFLINES,
-    MachineKeywords,
     MachineOptions,
     device_context,
     device_preset,
@@ -30,7 +29,7 @@ from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, Topolo
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_combinations import options_to_allow
-from ..planner.degrees.degree_options import DegreeKeywords, DegreeOptions
+from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_plan import build_degree_plan
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
@@ -43,15 +42,7 @@ from .provenance import made_by
 _GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
 
 
-class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
-    """The options of a transformer's configuration."""
-
-    gpus: int | None
-
-
-def search_configuration(
-    config: str | Path | Mapping[str, Any], **options: Unpack[DegreesKeywords]
-) -> DegreeAnswer:
+def search_configuration(config: str | Path | Mapping[str, Any], **options: Any) -> DegreeAnswer:
     """Search the degrees of a configuration, with the options of `solve`. Raises as `solve`."""
     machine, degree_options = read_options(options)
     return find_degrees(read_shape(config), degree_options, machine_costs(machine, degree_options))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import Converted, options_class, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
@@ -22,7 +23,7 @@ from ..planner.explanation.compare import (
     list_other_methods,
 )
 from ..planner.explanation.explain_context import make_context
-from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
+from ..planner.explanation.explain_options import ExplainOptions
 from ..planner.explanation.explanation import Explanation, explain_plan
 from ..planner.plan_file import REPLANNED, Plan
 from ..planner.plan_options import PlanOptions
@@ -32,29 +33,46 @@ from ..profiler.profile_file import Profile
 from .degree_profiles import one_degree
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import ProblemKeywords, ReplanKeywords, ReplanOptions
 from .provenance import made_by
+from .replan_options import ReplanOptions
 from .solve import make_problem
 
-
-class OtherMethodKeywords(ProblemKeywords, total=False):
-    """The options of a problem, and the fields of `OtherMethodOptions`."""
-
-    servers: int
-    staleness: int
-    push_every: int
-    fetch_every: int
-    memory_bandwidth: float | None
-    watts: Mapping[str, tuple[float, float]] | str | None
+PlanOrFile = Plan | str | Path
+ProfileOrFile = Profile | str | Path
 
 
-@describe_options(ExplainKeywords, ExplainOptions)
+@options_class
+class ExplainArguments(ExplainOptions):
+    """The arguments of `explain`."""
+
+    plan: PlanOrFile = field(kw_only=False)
+    profile: ProfileOrFile = field(kw_only=False)
+    progress: Callable[[float], None] | None = None
+
+
+@options_class
+class OtherMethodArguments(OtherMethodOptions, PlanOptions, MachineOptions):
+    """The arguments of `data_parallel`."""
+
+    profile: ProfileOrFile = field(kw_only=False)
+
+
+@options_class
+class ReplanArguments(ReplanOptions):
+    """The arguments of `replan`."""
+
+    plan: PlanOrFile = field(kw_only=False)
+    profile: ProfileOrFile = field(kw_only=False)
+    lost: Converted[Sequence[int], tuple[int, ...]]
+
+
+@takes(ExplainArguments)
 def explain(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
     *,
     progress: Callable[[float], None] | None = None,
-    **options: Unpack[ExplainKeywords],
+    **options: Any,
 ) -> Explanation:
     """Why `plan`, made from `profile`, is as it is, on the machine that it was made for.
 
@@ -121,7 +139,8 @@ def compare(
     return compare_plans(plans_by_name, context, powers)
 
 
-def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKeywords]) -> list[OtherMethod]:
+@takes(OtherMethodArguments)
+def data_parallel(profile: Profile | str | Path, **options: Any) -> list[OtherMethod]:
     """Data parallelism by other means, HetPipe and Asteroid on `gpus` devices, each by its own time model.
 
     All-reduces (ring, tree), `servers` parameter servers (synchronous, asynchronous, at most `staleness`
@@ -144,10 +163,8 @@ def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKe
     return list_other_methods(make_problem(measured_profile, reference, machine, plan_options), own)
 
 
-@describe_options(ReplanKeywords, ReplanOptions)
-def replan(
-    plan: Plan | str | Path, profile: Profile | str | Path, **options: Unpack[ReplanKeywords]
-) -> Replan[Plan]:
+@takes(ReplanArguments)
+def replan(plan: Plan | str | Path, profile: Profile | str | Path, **options: Any) -> Replan[Plan]:
     """The plan for the devices of `plan` that are left without those of the ranks `lost`.
 
     Of the plans with its schedule and global batch whose step is at most the share `within` longer than the

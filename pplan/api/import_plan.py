@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Literal
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import Converted, list_declarations, options_class, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
@@ -17,24 +17,35 @@ from ..cost_models.text_files import read_text
 from ..planner.build_plan import plan_partition
 from ..planner.candidate import FIRST_LAYERS
 from ..planner.plan_file import Partition, Plan, ProfileReference
-from ..planner.plan_options import PlanOptions
+from ..planner.plan_options import PlanOptions, TrainingOptions, seconds_option
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.imports import read_partition, with_virtual_stages
 from .degree_profiles import one_degree
-from .options import ImportPlanKeywords, PartitionOptions
+from .partition_options import PartitionOptions
 from .provenance import made_by
 from .solve import make_problem
 
 
-@describe_options(ImportPlanKeywords, MachineOptions, PartitionOptions, PlanOptions)
+@options_class
+class ImportPlanArguments(PartitionOptions, TrainingOptions, MachineOptions):  # type: ignore[misc]
+    """The arguments of `import_plan`. Its schedule and recomputation are those of the partition."""
+
+    seconds_of: Converted[Literal["cpu"] | str | None, str | None] = seconds_option()
+    source: str | Path = field(kw_only=False)
+    profile: Profile | str | Path = field(kw_only=False)
+    profile_file: str = ""
+    profile_sha256: str = ""
+
+
+@takes(ImportPlanArguments)
 def import_plan(
     source: str | Path,
     profile: Profile | str | Path,
     *,
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Unpack[ImportPlanKeywords],
+    **options: Any,
 ) -> Plan:
     """The partition that another tool holds, as a plan of the layers of `profile`.
 
@@ -57,7 +68,7 @@ def import_plan(
         options,
         *(MachineOptions, PartitionOptions, PlanOptions),
         of="import_plan",
-        takes=ImportPlanKeywords.__annotations__,
+        takes=list_declarations(ImportPlanArguments),
     )
     measured_profile, reference = one_degree(profile, profile_file, profile_sha256, training, "import_plan")
     if not isinstance(source, Path):

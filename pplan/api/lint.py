@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options
+from ..cost_models.arguments import options_class, takes
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
@@ -23,7 +23,7 @@ from ..planner.degrees.layout_estimate import estimate_layout
 from ..planner.plan_file import Plan, PlannedStage
 from ..runtimes.degree_exports import degree_request
 from ..runtimes.imports import split_layout
-from .degrees import DegreesKeywords, configuration_notes, machine_costs, read_options, read_shape
+from .degrees import configuration_notes, machine_costs, read_options, read_shape
 from .plan_summary import describe_degrees
 
 EVEN = "even"
@@ -121,11 +121,19 @@ class LayoutReport:
         return json.dumps(document, indent=1) + "\n"
 
 
-@describe_options(DegreesKeywords, DegreeOptions, MachineOptions, refused=("by_stage",))
+@options_class
+class LintArguments(DegreeOptions, MachineOptions):
+    """The arguments of `lint`."""
+
+    layout: str = field(kw_only=False)
+    config: str | Path | Mapping[str, Any] = field(kw_only=False)
+
+
+@takes(LintArguments)
 def lint(
     layout: str,
     config: str | Path | Mapping[str, Any],
-    **options: Unpack[DegreesKeywords],
+    **options: Any,
 ) -> LayoutReport:
     """What is wrong with a pipeline layout of Megatron-LM, such as `Et*3|(tt|)*29m|L`, for a model.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import options_class, options_from, takes
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
 from ..profiler.cache import ProfileCache, Request, name_key
@@ -17,11 +17,8 @@ from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.names import refuse_unknown_name
 from ..profiler.profile_file import Profile
 from ..profiler.profile_options import (
-    ImportKeywords,
     ProfileImportOptions,
-    ProfileKeywords,
     ProfileOptions,
-    TensorParallelKeywords,
     TensorParallelOptions,
 )
 from .provenance import made_by
@@ -36,18 +33,24 @@ if TYPE_CHECKING:
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 
 
-class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
-    """The options of a profile, and of layers that several processes share."""
+@options_class
+class ProfileArguments(TensorParallelOptions, ProfileOptions):
+    """The arguments of `profile`."""
+
+    model: str | nn.Module = field(kw_only=False)
+    example_input: ExampleInput | None = field(default=None, kw_only=False)
+    progress: Callable[[Progress], None] | None = None
+    remark: Callable[[str], None] | None = None
 
 
-@describe_options(MeasuringKeywords, ProfileOptions, TensorParallelOptions)
+@takes(ProfileArguments)
 def profile(
     model: str | nn.Module,
     example_input: ExampleInput | None = None,
     *,
     progress: Callable[[Progress], None] | None = None,
     remark: Callable[[str], None] | None = None,
-    **options: Unpack[MeasuringKeywords],
+    **options: Any,
 ) -> Profile:
     """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
 
@@ -140,10 +143,17 @@ def _profile_shared(
     )
 
 
-@describe_options(ImportKeywords, ProfileImportOptions)
+@options_class
+class ImportArguments(ProfileImportOptions):
+    """The arguments of `import_profile`."""
+
+    path: str | Path = field(kw_only=False)
+
+
+@takes(ImportArguments)
 def import_profile(
     path: str | Path,
-    **options: Unpack[ImportKeywords],
+    **options: Any,
 ) -> Profile:
     """The profile of costs from elsewhere: PipeDream's graph.txt, or a table as CSV or JSON, one row a layer.
 

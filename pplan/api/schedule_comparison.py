@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias
 
+from ..cost_models.arguments import list_declarations, options_class, takes
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
-from ..cost_models.machines import MachineKeywords
+from ..cost_models.machines import DeviceOptions
 from ..cost_models.program import Schedule
 from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, html_table, percent
 from ..cost_models.schedule_text import schedule_word
 from ..cost_models.schedules import SCHEDULES
 from ..planner.plan_file import TIE, Plan
+from ..planner.plan_options import Overrides
 from ..profiler.profile_file import Profile
-from .simulate import SimulatedStep, SimulateKeywords, simulate, simulate_costs
-from .stage_costs import CostKeywords
+from .simulate import SimulateArguments, SimulateCostsArguments, SimulatedStep, simulate, simulate_costs
+from .stage_costs import CostOptions
 
 Update: TypeAlias = Literal["", "asynchronous", "no barrier"]
-
-
-class CompareSchedulesKeywords(MachineKeywords, total=False):
-    """The options of `simulate`, where a plan is given, else those of `simulate_costs`; no schedule."""
-
-    forward_ms: float | Sequence[float] | None
-    backward_ms: float | Sequence[float] | None
-    weight_ms: float | Sequence[float] | None
-    transfer_ms: float | Sequence[float] | None
-    stages: int | None
-    micro_batches: int | None
-    virtual_stages: int | None
-    replicas: int | None
-    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
 
 
 class ScheduleList(dict[str, Schedule]):
@@ -153,11 +141,21 @@ def _memory_words(row: ScheduleRow) -> str:
     return format_bytes(row.memory_bytes) + ("" if row.fits else ", does not fit")
 
 
+@options_class
+class CompareSchedulesArguments(CostOptions, Overrides, DeviceOptions):
+    """The arguments of `compare_schedules`: those of `simulate` for a plan, else of `simulate_costs`."""
+
+    schedules: Sequence[str] = field(default=(), kw_only=False)
+    plan: Plan | str | Path | None = field(default=None, kw_only=False)
+    profile: Profile | str | Path | None = field(default=None, kw_only=False)
+
+
+@takes(CompareSchedulesArguments)
 def compare_schedules(
     schedules: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
-    **options: Unpack[CompareSchedulesKeywords],
+    **options: Any,
 ) -> ScheduleComparison:
     """Simulate the `schedules` (none named: all) with the same costs, and list the fastest first.
 
@@ -209,11 +207,11 @@ def _simulator(
 ) -> Callable[[str], SimulatedStep]:
     """What simulates a schedule. Raises UsageError for options that the other way has."""
     of_plan = plan is not None or profile is not None
-    takes = set((SimulateKeywords if of_plan else CostKeywords).__annotations__) - {"schedule"}
+    names = list_declarations(SimulateArguments if of_plan else SimulateCostsArguments).keys()
     for name in options:
         if name == "schedule":
             raise UsageError(f"schedule={short_repr(options[name])}: one", "Give all of them in `schedules`.")
-        if name not in takes:
+        if name not in names:
             hint = "Omit it, or the plan." if of_plan else "Give a plan and its profile, or omit it."
             raise UsageError(f"{name}={short_repr(options[name])}: {_OTHER[of_plan]}", hint)
     if plan is None and of_plan:

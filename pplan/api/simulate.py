@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Required, TypeVar, Unpack
+from typing import Any, ClassVar, TypeVar
 
-from ..cost_models.arguments import describe_options, options_from
+from ..cost_models.arguments import Converted, list_declarations, options_class, options_from, takes
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.drawing import Drawing
 from ..cost_models.errors import MachineError, UsageError
-from ..cost_models.machines import MachineKeywords, MachineOptions
+from ..cost_models.machines import DeviceOptions
 from ..cost_models.program import Program
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import find_schedule
@@ -21,7 +21,7 @@ from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..cost_models.topology_file import check_processor_seconds, make_topology
 from ..planner.plan_file import TIE, Plan
-from ..planner.plan_options import OverrideKeywords, Overrides
+from ..planner.plan_options import Overrides, StepOptions
 from ..planner.plan_simulation import (
     LONG_ENOUGH,
     Simulation,
@@ -33,21 +33,11 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
-from .stage_costs import CostKeywords, CostOptions, StageCosts, check_size, check_steady_size
+from .stage_costs import CostOptions, StageCosts, check_size, check_steady_size
 from .timeline_svg import timeline_svg
 from .trace import trace_json
 
 T = TypeVar("T")
-
-
-class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
-    """The options of `simulate`: overrides of the plan, and of its machine."""
-
-
-class SimulateCostsKeywords(CostKeywords, total=False):
-    """The options of `simulate_costs`."""
-
-    schedule: Required[str]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,16 +91,24 @@ def as_step(simulation: Simulation) -> SimulatedStep:
     )
 
 
-@describe_options(SimulateKeywords, Overrides, MachineOptions)
+@options_class
+class SimulateArguments(Overrides, DeviceOptions):
+    """The arguments of `simulate`: overrides of the plan, and of its machine."""
+
+    plan: Plan | str | Path = field(kw_only=False)
+    profile: Profile | str | Path = field(kw_only=False)
+
+
+@takes(SimulateArguments)
 def simulate(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
-    **options: Unpack[SimulateKeywords],
+    **options: Any,
 ) -> SimulatedStep:
     """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
 
     `plan` and `profile` may be the paths of their files. The `options` are the fields of `Overrides`, what is
-    simulated otherwise than the plan says, and of `MachineOptions` (but `gpus`): another machine than the
+    simulated otherwise than the plan says, and of `DeviceOptions` (but `gpus`): another machine than the
     plan's, or what is changed of it; those of `pplan simulate --help`. The plan's replicas stay, or have to
     be named where they cannot; other `stages` than the plan's are on one device each.
 
@@ -128,7 +126,7 @@ def simulate(
     measured_profile, reference = profile_and_reference(profile, "", "", plan_document)
     check_layers(plan_document, reference)
     overrides, other = options_from(
-        options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__
+        options, *(Overrides, DeviceOptions), of="simulate", takes=list_declarations(SimulateArguments)
     )
     machine = _topology(
         plan_document, measured_profile, other, count_devices(plan_document, overrides), "plan"
@@ -138,7 +136,7 @@ def simulate(
     return as_step(_name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)))
 
 
-def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
+def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: DeviceOptions) -> Simulation:
     """A step of the plan, on its machine or on `machine`. Raises UsageError, FileError."""
     plan, chain = files.plan, files.profile.chain()
     topology = _topology(plan, files.profile, machine, count_devices(plan, overrides), str(files.plan_file))
@@ -146,7 +144,7 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     simulation = _name_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
     unchanged = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
-    differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != MachineOptions())
+    differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != DeviceOptions())
     return replace(
         simulation,
         plan=files.plan_file.name,
@@ -155,8 +153,18 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     )
 
 
-@describe_options(SimulateCostsKeywords, Overrides, CostOptions)
-def simulate_costs(**options: Unpack[SimulateCostsKeywords]) -> SimulatedStep:
+@options_class
+class SimulateCostsArguments(CostOptions, StepOptions):
+    """The arguments of `simulate_costs`."""
+
+    schedule: str
+    forward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None]
+    backward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None]
+    micro_batches: int
+
+
+@takes(SimulateCostsArguments)
+def simulate_costs(**options: Any) -> SimulatedStep:
     """A step of a pipeline of which only costs are known, without a model, a profile or a plan.
 
     `forward_ms`, `backward_ms`, `weight_ms` (the gradient of the weights, for schedules that run it apart;
@@ -174,8 +182,8 @@ def simulate_costs(**options: Unpack[SimulateCostsKeywords]) -> SimulatedStep:
 
     Of the result: as of `simulate`. Raises UsageError.
     """
-    takes = SimulateCostsKeywords.__annotations__
-    overrides, costs = options_from(options, Overrides, CostOptions, of="simulate_costs", takes=takes)
+    names = list_declarations(SimulateCostsArguments)
+    overrides, costs = options_from(options, Overrides, CostOptions, of="simulate_costs", takes=names)
     return as_step(simulate_stages(read_stage_costs(costs), overrides))
 
 
@@ -251,7 +259,7 @@ def _name_fields(make: Callable[[], T]) -> T:
         raise UsageError(f"{field}={match[2]}{error.what[match.end() :]}", error.hint) from error
 
 
-def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, where: str) -> Topology:
+def _topology(plan: Plan, profile: Profile, machine: DeviceOptions, gpus: int, where: str) -> Topology:
     """The machine that the plan was made for, with what the options change of it; another one where they name
     a topology or a GPU. `where` names the plan in errors."""
     another = machine.topology is not None or machine.gpu is not None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
-from ..cost_models.arguments import Options, describe_options, list_declarations, options_from
+from ..cost_models.arguments import Options, list_declarations, options_class, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.topology_file import check_processor_seconds, make_topology
 from ..planner.build_plan import build_problem
 from ..planner.candidate import watching_best as watching_best
-from ..planner.degrees.degree_options import DegreeOptions
+from ..planner.degrees.degree_options import ConfigurationOptions, DegreeOptions
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME, ObjectiveOptions
 from ..planner.objectives.solve_objective import solve_objective
@@ -26,19 +27,28 @@ from ..runtimes.transformer_blocks import blocks_or_none
 from .configuration import Configuration, ProfileFile, configuration_of, read_source
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
 from .machine import count_gpus, own_profiles
-from .options import FrontierKeywords, FrontierOptions, SolveKeywords
 from .provenance import made_by
+from .solve_options import FrontierOptions
 
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
 
 
-@describe_options(SolveKeywords, *MODELS, DegreeOptions)
+@options_class
+class SolveArguments(ConfigurationOptions, ObjectiveOptions, PlanOptions, MachineOptions):
+    """The arguments of `solve`."""
+
+    profile: Profiles | Mapping[str, Any] = field(kw_only=False)
+    profile_file: str = ""
+    profile_sha256: str = ""
+
+
+@takes(SolveArguments)
 def solve(
     profile: Profiles | Mapping[str, Any],
     *,
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Unpack[SolveKeywords],
+    **options: Any,
 ) -> Plan:
     """The fastest plan for `profile` on `gpus` devices, with its proven bound.
 
@@ -205,13 +215,22 @@ def make_problem(
     return build_problem(measured.chain(), topology, plan_options, reference, profiles)
 
 
-@describe_options(FrontierKeywords, MachineOptions, PlanOptions, FrontierOptions)
+@options_class
+class FrontierArguments(FrontierOptions, PlanOptions, MachineOptions):
+    """The arguments of `frontier`."""
+
+    profile: Profile | str | Path = field(kw_only=False)
+    profile_file: str = ""
+    profile_sha256: str = ""
+
+
+@takes(FrontierArguments)
 def frontier(
     profile: Profile | str | Path,
     *,
     profile_file: str = "",
     profile_sha256: str = "",
-    **options: Unpack[FrontierKeywords],
+    **options: Any,
 ) -> Frontier:
     """The plans of which none is both faster and smaller: step time against the most that a device holds.
 
@@ -231,7 +250,7 @@ def frontier(
     for name in ("objective", "price"):
         if name in options:
             raise UsageError(
-                f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
+                f"{name}={options[name]!r}: a frontier is of step time against memory",
                 f"Omit {name}.",
             )
     machine, plan_options, frontier_options = options_from(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Options, option
+from ..cost_models.arguments import Converted, Options, option, options_class
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import MOST_ACTIONS, format_count
 
@@ -56,19 +56,6 @@ def _duration(name: str, value: Any) -> float:
     return duration
 
 
-class CostKeywords(TypedDict, total=False):
-    """The fields of `CostOptions`, and the numbers of the step that they are of."""
-
-    forward_ms: Required[float | Sequence[float]]
-    backward_ms: Required[float | Sequence[float]]
-    weight_ms: float | Sequence[float] | None
-    transfer_ms: float | Sequence[float] | None
-    stages: int | None
-    micro_batches: Required[int]
-    virtual_stages: int | None
-    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
-
-
 def _cost(help: str) -> Any:
     return option(
         None,
@@ -80,16 +67,20 @@ def _cost(help: str) -> Any:
     )
 
 
-@dataclass(frozen=True)
+@options_class
 class CostOptions(Options):
     """Costs of a pipeline's stages instead of a plan's, in milliseconds: one value, or one a stage."""
 
-    forward_ms: tuple[float, ...] | None = _cost("Forward of a micro-batch.")
-    backward_ms: tuple[float, ...] | None = _cost(
+    forward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = _cost(
+        "Forward of a micro-batch."
+    )
+    backward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = _cost(
         "Its backward; with `weight_ms`, the gradient of the input alone."
     )
-    weight_ms: tuple[float, ...] | None = _cost("The gradient of the weights.")
-    transfer_ms: tuple[float, ...] | None = _cost(
+    weight_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = _cost(
+        "The gradient of the weights."
+    )
+    transfer_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = _cost(
         "From a stage to the next, and back: latency only; default: 0."
     )
 

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ..cost_models import arguments
 from ..cost_models.arguments import (
     check_values,
-    describe_options,
     list_declarations,
+    options_class,
     options_from,
+    takes,
     unknown_option,
 )
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
+from ..cost_models.machines import MachineOptions
 from ..planner.joint_search import BEST
+from ..planner.objectives.objective import ObjectiveOptions
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.planners import find_planner
 from ..planner.problem_grid import SweepResult, list_points, solve_points
 from ..profiler.profile_file import Profile
 from .load import profile_and_reference
-from .options import SweepKeywords, SweepOptions
 from .provenance import made_by
 from .solve import MODELS, solve_alone
+from .solve_options import SweepOptions
 
 SWEEP = tuple(list_declarations(SweepOptions))
 
 
-@describe_options(SweepKeywords, *MODELS, SweepOptions)
+@options_class
+class SweepArguments(SweepOptions, ObjectiveOptions, PlanOptions, MachineOptions):
+    """The arguments of `sweep`."""
+
+    profile: Profile | str | Path = field(kw_only=False)
+    grid: Mapping[str, Sequence[Any]] = field(kw_only=False)
+    profile_file: str = ""
+    profile_sha256: str = ""
+    progress: Callable[[float], None] | None = None
+
+
+@takes(SweepArguments)
 def sweep(
     profile: Profile | str | Path,
     grid: Mapping[str, Sequence[Any]],
@@ -39,7 +54,7 @@ def sweep(
     profile_file: str = "",
     profile_sha256: str = "",
     progress: Callable[[float], None] | None = None,
-    **options: Unpack[SweepKeywords],
+    **options: Any,
 ) -> SweepResult:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
 

@@ -12,99 +12,18 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.options import (
-    CheckKeywords,
-    CheckOptions,
-    FrontierKeywords,
-    FrontierOptions,
-    ImportPlanKeywords,
-    PartitionKeywords,
-    PartitionOptions,
-    ProblemKeywords,
-    SolveKeywords,
-    SweepKeywords,
-    SweepOptions,
-)
-from pplan.api.simulate import SimulateKeywords
 from pplan.api.solve import MODELS
-from pplan.api.stage_costs import CostKeywords
-from pplan.cost_models.arguments import Options, list_declarations
-from pplan.cost_models.machines import MachineKeywords, MachineOptions
+from pplan.api.stage_costs import CostOptions
+from pplan.cost_models.arguments import list_declarations
 from pplan.planner.degrees.degree_options import DegreeOptions
-from pplan.planner.explanation.explain_options import ExplainKeywords, ExplainOptions
-from pplan.planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from pplan.planner.plan_file import Plan
-from pplan.planner.plan_options import (
-    OverrideKeywords,
-    Overrides,
-    PlanKeywords,
-    PlanOptions,
-    TrainingKeywords,
-)
 from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_options import (
-    ImportKeywords,
-    ProfileImportOptions,
-    ProfileKeywords,
-    ProfileOptions,
-    TensorParallelKeywords,
-    TensorParallelOptions,
-)
 
 FREE = {
     *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
     "compare.plans",
 }
 """Of any type: what torch makes of it decides."""
-
-
-def written(keywords: Any) -> dict[str, str]:
-    """The annotations of a TypedDict as they are written."""
-    texts = {
-        name: getattr(value, "__forward_arg__", str(value))
-        for name, value in keywords.__annotations__.items()
-    }
-    return {
-        name: text.removeprefix("Required[").removesuffix("]") if text.startswith("Required") else text
-        for name, text in texts.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("keywords", "model"),
-    [
-        (MachineKeywords, MachineOptions),
-        (PlanKeywords, PlanOptions),
-        (ObjectiveKeywords, ObjectiveOptions),
-        (OverrideKeywords, Overrides),
-        (PartitionKeywords, PartitionOptions),
-        (ExplainKeywords, ExplainOptions),
-        (CheckKeywords, CheckOptions),
-        (ProfileKeywords, ProfileOptions),
-        (TensorParallelKeywords, TensorParallelOptions),
-        (ImportKeywords, ProfileImportOptions),
-    ],
-)
-def test_the_keywords_are_the_fields_of_the_options(keywords: Any, model: type[Options]) -> None:
-    assert set(keywords.__annotations__) == set(list_declarations(model)) - {"gpus"}
-    made = {name: value for name, value in vars(model()).items() if name != "gpus"}
-    assert model(**made) == model()
-
-
-def test_keywords_of_several_models_are_all_of_theirs() -> None:
-    def names(*models: type[Options]) -> set[str]:
-        return {name for model in models for name in list_declarations(model)}
-
-    for keywords, known in (
-        (SolveKeywords, names(*MODELS, DegreeOptions)),
-        (ProblemKeywords, names(MachineOptions, PlanOptions)),
-        (FrontierKeywords, names(MachineOptions, PlanOptions, FrontierOptions)),
-        (SweepKeywords, names(*MODELS, SweepOptions)),
-        (SimulateKeywords, names(MachineOptions, Overrides) - {"gpus"}),
-        (ImportPlanKeywords, names(MachineOptions, PartitionOptions) | set(TrainingKeywords.__annotations__)),
-    ):
-        assert set(keywords.__annotations__) == known
-    assert set(TrainingKeywords.__annotations__) < names(PlanOptions)
 
 
 def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) -> None:
@@ -114,23 +33,46 @@ def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) ->
     assert refused.value.hint.startswith("Did you mean micro_batches?")
 
 
-def test_help_names_every_option_with_its_default() -> None:
-    for name in ("solve", "frontier", "sweep", "simulate", "simulate_costs", "explain", "replan", "check",
-                 "profile", "import_profile", "import_plan", "lint"):  # fmt: skip
-        function = getattr(pplan, name)
-        annotation = str(inspect.signature(function).parameters["options"].annotation)
-        keywords = written(
-            inspect.unwrap(function).__globals__[annotation.removeprefix("Unpack[").removesuffix("]")]
-        )
-        text = inspect.getdoc(function) or ""
-        said = dict(re.findall(r"^    (\w+): (.+)$", text[text.index("\nOptions:\n") :], re.MULTILINE))
-        refused = {"by_stage"} if name == "lint" else set[str]()
-        assert set(said) == set(keywords) - refused
-        assert all(line.partition(" = ")[0] == keywords[option] for option, line in said.items())
-    options = vars(PlanOptions()) | vars(MachineOptions()) | vars(ObjectiveOptions())
-    text = inspect.getdoc(pplan.solve) or ""
-    assert all(f"\n    {option}: " in text and f" = {value!r}\n" in text for option, value in options.items())
-    assert "\n        Optimizer (sets state memory).\n" in text
+OF_COSTS = {*list_declarations(CostOptions), "stages", "micro_batches", "virtual_stages", "transfers"}
+"""Options of `compare_schedules` that costs take."""
+WITH_OPTIONS = (
+    *("solve", "frontier", "sweep", "simulate", "simulate_costs", "compare_schedules", "explain"),
+    *("data_parallel", "replan", "check", "profile", "import_profile", "import_plan", "lint"),
+)
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_every_option_is_a_keyword_of_the_signature_and_a_line_of_the_help(name: str) -> None:
+    function = getattr(pplan, name)
+    parameters = inspect.signature(function).parameters.values()
+    assert {parameter.kind for parameter in parameters} <= {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    text = inspect.getdoc(function) or ""
+    lines = text[text.index("\nOptions:\n") :].splitlines()
+    typed = {parameter.name: parameter for parameter in parameters}
+    options = [line.strip().partition(": ") for line in lines if re.match(r"    \w+: ", line)]
+    assert options
+    for option, _, rest in options:
+        default = typed[option].default
+        is_required = default is inspect.Parameter.empty
+        assert rest == f"{typed[option].annotation}" + ("" if is_required else f" = {default!r}")
+    known = {option for option, _, _ in options}
+    assert set(typed) - known <= {
+        *("profile", "profile_file", "profile_sha256", "grid", "progress", "plan", "schedules", "model"),
+        *("example_input", "remark", "path", "source", "layout", "config"),
+    }
+
+
+def test_the_signature_of_solve_has_all_options_of_a_profile_and_of_a_configuration() -> None:
+    names = set(inspect.signature(pplan.solve).parameters)
+    assert {name for model in (*MODELS, DegreeOptions) for name in list_declarations(model)} < names
+    assert "    optimizer: str = 'sgd'\n        Optimizer (sets state memory).\n" in (
+        inspect.getdoc(pplan.solve) or ""
+    )
+    assert inspect.signature(pplan.replan).parameters["lost"].default is inspect.Parameter.empty
+    assert "gpus" not in inspect.signature(pplan.simulate).parameters
 
 
 class Strange:
@@ -149,12 +91,7 @@ def arguments() -> Iterator[tuple[str, str, str]]:
     for name, function in functions():
         for parameter in inspect.signature(function).parameters.values():
             if f"{name}.{parameter.name}" not in FREE:
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    named = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
-                    for option, annotation in written(inspect.unwrap(function).__globals__[named]).items():
-                        yield name, option, annotation
-                else:
-                    yield name, parameter.name, str(parameter.annotation)
+                yield name, parameter.name, str(parameter.annotation)
 
 
 def wrong(annotation: str) -> Iterator[Any]:
@@ -193,7 +130,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "simulate_costs": {"schedule": "1f1b", **costs},
         "compare_schedules": {
             "schedules": ["1f1b"],
-            **(costs if argument in CostKeywords.__annotations__ else of_plan),
+            **(costs if argument in OF_COSTS else of_plan),
         },
         "explain": {"plan": plan, "profile": profile},
         "data_parallel": {"profile": profile, "gpus": 2, "mini_batch": 16},

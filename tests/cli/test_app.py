@@ -113,7 +113,7 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
     code = (
         f"import sys; from pplan.cli.app import main; status = main([{option!r}])\n"
         "heavy = {'torch', 'torchvision', 'numpy', 'pydantic', 'networkx'} & set(sys.modules)\n"
-        "heavy |= {'pplan.cli.solve_command', 'pplan.api.options'} & set(sys.modules)\n"
+        "heavy |= {'pplan.cli.solve_command', 'pplan.planner.plan_options'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else status)"
     )
     ran = _python(code, here)

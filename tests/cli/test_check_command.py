@@ -15,7 +15,7 @@ import pytest
 
 import pplan
 from pplan.api.check import model_spec
-from pplan.api.options import CheckOptions
+from pplan.api.check_options import CheckOptions
 from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Plan, PlanRow
 from pplan.profiler.profile_file import Profile

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +15,12 @@ from pplan.cli import field_names
 from pplan.cli.field_names import TYPED, typed_text
 from pplan.cli.option_parameters import Only, Without, with_options
 from pplan.cost_models import arguments
-from pplan.cost_models.arguments import Options, option, options_from
+from pplan.cost_models.arguments import Options, option, options_class, options_from
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.quantities import parse_seconds
 
 
-@dataclass(frozen=True)
+@options_class
 class ToyOptions(Options):
     """Of a toy."""
 
@@ -115,7 +114,9 @@ def test_what_is_typed_is_read_and_checked_once(run: Toy) -> None:
     ran = run(*typed.split())
     assert ran.exit_code == 0, ran.output
     assert made == [
-        ToyOptions(6, 120.0, ("red", "blue"), "boat", squeaks=True, boxed=False),
+        ToyOptions(
+            wheels=6, wind_up_seconds=120.0, colours=("red", "blue"), kind="boat", squeaks=True, boxed=False
+        ),
     ]
     assert (typed_text("wheels"), typed_text("wind_up_seconds"), typed_text("secret")) == ("6", "2min", None)
 
@@ -160,7 +161,7 @@ def test_a_command_takes_some_fields(run: Toy) -> None:
     assert ("--wheels" in only, "--kind" in only, "--squeaks" in only) == (True, True, False)
     assert ("--wheels" in without, "--kind" in without, "--squeaks" in without) == (False, True, True)
     assert run("--wheels", "8", command=few).exit_code == 0
-    assert made[-1] == ToyOptions(8)
+    assert made[-1] == ToyOptions(wheels=8)
 
 
 def test_a_field_that_there_is_not_cannot_be_taken(fields: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,20 +13,21 @@ from pplan.cost_models.arguments import (
     check_values,
     list_declarations,
     option,
+    options_class,
     options_from,
     unknown_option,
 )
 from pplan.cost_models.errors import UsageError
 
 
-@dataclass(frozen=True)
+@options_class
 class Size(Options):
     count: int = option(1, arguments.whole, "How many.", "N", least=1)
     share: float | None = option(None, arguments.optional_number)
     plain: str = "is no option"
 
 
-@dataclass(frozen=True)
+@options_class
 class Kind(Options):
     count: int = option(2, arguments.whole)
     is_fast: bool = option(False, arguments.flag)

@@ -39,7 +39,7 @@ def total(split: SplitComparison) -> tuple[float, float]:
 
 
 def test_the_plans_own_split_is_as_fast(made: Any) -> None:
-    split = compare_split(made.question, ExplainOptions(tuple(made.plan.balance)))
+    split = compare_split(made.question, ExplainOptions(current=tuple(made.plan.balance)))
     assert split.current.plan == split.plan.plan
     assert split.slower == pytest.approx(0, abs=1e-12)
     assert all(
@@ -52,7 +52,9 @@ def test_the_plans_own_split_is_as_fast(made: Any) -> None:
 
 def test_a_lopsided_split_is_slower_by_its_busiest_stage(made: Any) -> None:
     balance = (7, 1, 1)
-    split = compare_split(made.question, ExplainOptions(balance, micro_batches=made.plan.micro_batches))
+    split = compare_split(
+        made.question, ExplainOptions(current=balance, micro_batches=made.plan.micro_batches)
+    )
     assert split.current.plan.balance == list(balance)
     assert split.slower > 0.1
     assert total(split) == pytest.approx((split.current.plan.step_seconds, split.plan.plan.step_seconds))
@@ -65,7 +67,7 @@ def test_a_lopsided_split_is_slower_by_its_busiest_stage(made: Any) -> None:
 
 def test_few_micro_batches_are_told_from_the_cuts(made: Any) -> None:
     balance = tuple(made.plan.balance)
-    split = compare_split(made.question, ExplainOptions(balance, micro_batches=2))
+    split = compare_split(made.question, ExplainOptions(current=balance, micro_batches=2))
     assert split.current.plan.micro_batches == 2
     assert split.best_setting is not None
     assert split.best_setting.step_seconds == pytest.approx(made.plan.prediction.step_seconds)
@@ -73,7 +75,7 @@ def test_few_micro_batches_are_told_from_the_cuts(made: Any) -> None:
 
 
 def test_another_schedule_and_replicas(made: Any) -> None:
-    split = compare_split(made.question, ExplainOptions((9,), replicas=3, schedule="gpipe"))
+    split = compare_split(made.question, ExplainOptions(current=(9,), replicas=3, schedule="gpipe"))
     assert split.current.plan.schedule == "gpipe"
     assert split.current.plan.replicas == [3]
     names = [cause.name for cause in split.causes]
@@ -84,7 +86,7 @@ def test_another_schedule_and_replicas(made: Any) -> None:
 def test_what_is_run_again_is_told(made: Any, solved: Solve) -> None:
     """Of the busiest stage, the forward of every micro-batch."""
     recompute = solved(made.chain, made.topology, mini_batch=8, schedule="1f1b", recompute="always")
-    split = compare_split(recompute.question, ExplainOptions((7, 1, 1)))
+    split = compare_split(recompute.question, ExplainOptions(current=(7, 1, 1)))
     cause = next(cause for cause in split.causes if cause.name == "recompute")
     for side, seconds in ((split.current, cause.current_seconds), (split.plan, cause.plan_seconds)):
         forward = side.stages[side.busiest.stage].forward_seconds
@@ -97,17 +99,17 @@ def test_a_split_that_does_not_fit_says_so(made: Any, solved: Solve) -> None:
     device = replace(made.topology.groups[0].device, memory_bytes=needed)
     topology = replace(made.topology, groups=(made.topology.groups[0]._replace(device=device),))
     tight = solved(made.chain, topology, mini_batch=8, schedule="1f1b")
-    split = compare_split(tight.question, ExplainOptions((7, 1, 1)))
+    split = compare_split(tight.question, ExplainOptions(current=(7, 1, 1)))
     assert any(note.startswith("it does not fit: device 0 needs") for note in split.notes)
 
 
 @pytest.mark.parametrize(
     ("current", "message"),
     [
-        (ExplainOptions((3, 3)), "holds 6 layers, the model has 9"),
-        (ExplainOptions((1,) * 9), "takes 9 devices"),
-        (ExplainOptions((5, 4), micro_batches=3), "does not divide"),
-        (ExplainOptions((5, 4), schedule="chimera", micro_batches=1), "chimera"),
+        (ExplainOptions(current=(3, 3)), "holds 6 layers, the model has 9"),
+        (ExplainOptions(current=(1,) * 9), "takes 9 devices"),
+        (ExplainOptions(current=(5, 4), micro_batches=3), "does not divide"),
+        (ExplainOptions(current=(5, 4), schedule="chimera", micro_batches=1), "chimera"),
     ],
 )
 def test_a_split_that_cannot_be(made: Any, current: ExplainOptions, message: str) -> None:
@@ -117,4 +119,4 @@ def test_a_split_that_cannot_be(made: Any, current: ExplainOptions, message: str
 
 def test_a_stage_without_a_layer() -> None:
     with pytest.raises(UsageError, match=r"current\[1\]=0: must be at least 1"):
-        ExplainOptions((3, 0, 6))
+        ExplainOptions(current=(3, 0, 6))
