@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from ..api.check_options import CheckOptions
 from ..cost_models.quantities import format_seconds, percent
 from .compare_command import DIFFERENCE, share
-from .output import PlanFile, ProfileFile
+from .output import AsJson, PlanFile, ProfileFile, Target, choose_input, with_command
 from .streams import console, format_clock, remark, result, waiting
 
 LONG_SECONDS = 120.0
@@ -31,7 +31,6 @@ FailAbove = Annotated[
     ),
 ]
 Save = Annotated[bool, typer.Option("--save", help="Write NAME.check.json beside the plan.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def check_command(
@@ -48,7 +47,6 @@ def check_command(
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
     from ..api.load import read_plan
-    from .output import choose_input
 
     files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
     if save:
@@ -69,7 +67,6 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
     from ..runtimes.checking.launching import ProgressCallbacks
-    from .field_names import command_line
 
     folder = files.plan_file.parent
     is_first = os.environ.get("RANK", "0") == "0"
@@ -95,8 +92,9 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..cost_models.document import MadeBy
     from ..cost_models.text_files import sha256
 
-    origin = made_by(MadeBy(), command=command_line(), measured=files.profile.made_by)
-    return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())})
+    origin = made_by(MadeBy(), measured=files.profile.made_by)
+    update = {"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())}
+    return cast("Check", with_command(check.model_copy(update=update)))
 
 
 def _announce_length(job: Job) -> None:
@@ -138,7 +136,6 @@ def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> bool:
     """
     from ..api.check import calibrate
     from ..cost_models.text_files import file_kind
-    from .output import Target
 
     calibration = calibrate(check, files, stem)
     if calibration is None:
@@ -175,7 +172,6 @@ def _stem(files: PlanAndProfile) -> str:
 
 def _check_target(files: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
-    from .output import Target
 
     return Target(
         files.plan_file.with_name(f"{_stem(files)}.check.json"), replace=False, own=True, kind="check"

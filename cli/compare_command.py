@@ -18,6 +18,8 @@ from ..cost_models.quantities import (
     percent,
     three_digits,
 )
+from .output import AsJson, choose_input
+from .streams import console, remark, result, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +76,6 @@ Watts = Annotated[
         help="Watts of each kind of device, computing and waiting: prints the energy of steps.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 LONGEST_WHOLE = 20
@@ -91,8 +92,6 @@ def compare_command(
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
     from ..api.explain import compare
-    from .output import choose_input
-    from .streams import console, result, waiting
 
     paths = plan_files or [choose_input(None, ("plan",))]
     if planners or len(paths) == 1:
@@ -205,7 +204,6 @@ def _print_result(comparison: PlanComparison, fail_above: float | None) -> None:
     slower = comparison.first_slower
     if fail_above is None or slower is None or slower <= fail_above:
         return
-    from .streams import remark
 
     remark(f"{comparison.rows[0].name} is {percent(slower)} slower than the best of the others")
     raise typer.Exit(DIFFERENCE)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from .output import AsJson
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api.doctor import Diagnosis, Finding
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LACKING = 2
 """Exit status: something is missing that pplan needs."""
 WORDS = {"ok": "ok", "missing": "MISSING", "optional": "not here", "note": "note"}

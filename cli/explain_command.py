@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from ..cost_models.errors import UsageError
 from ..planner.explanation.explain_options import ExplainOptions
 from .field_names import FIELDS, typed_text
-from .output import PlanFile, ProfileFile
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+from .output import AsJson, PlanFile, ProfileFile, choose_input
 
 
 def explain_command(
@@ -31,7 +25,6 @@ def explain_command(
 
     from ..api.explain import explain
     from ..api.load import read_plan
-    from .output import choose_input
     from .streams import console, result, waiting
 
     files = read_plan(choose_input(plan_file, ("plan",)), profile_file)

@@ -12,7 +12,7 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.arguments import Options, option, options_class, settings_option
 from ..cost_models.runtime import RUNTIMES, find_runtime
-from .output import AsJson, Force, Output, PlanFile
+from .output import AsJson, Force, Output, PlanFile, choose_input, choose_target, file_stem
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def export_command(
     from ..runtimes.documents import hash_layers
     from ..runtimes.exports import default_device, export
     from .field_names import command_line
-    from .output import choose_input, choose_target, file_stem
 
     row = find_runtime(runtime)
     name = row.name
@@ -135,7 +134,6 @@ def _remark_missing(runtime: str) -> None:
 def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> None:
     """Raises FileError where the script cannot be put there, or would overwrite one of the `others`."""
     from ..cost_models.errors import FileError
-    from .output import choose_target
 
     if any(script.absolute() == other.absolute() for other in others):
         raise FileError(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..profiler.profile_options import ProfileImportOptions
-from .output import AsJson, Force, Output
+from .output import AsJson, Force, Output, choose_target, file_stem
 from .streams import console
-
-if TYPE_CHECKING:
-    from ..profiler.profile_file import Profile
 
 CostsFile = Annotated[
     Path,
@@ -37,20 +34,11 @@ def import_command(
     tp2_forward_ms and so on are those of one of two devices that share the layer.
     """
     from ..api.profiles import import_profile
-    from ..api.provenance import made_by
-    from .field_names import command_line
-    from .output import choose_target, file_stem
+    from .profile_tables import print_profile
 
     profile = import_profile(file, **vars(options))
     about = {"model": profile.model, "device": profile.device}
     name = f"{file_stem(profile.model)}.profile.json"
     target = choose_target(output, name, force=force, about=about, kind="profile")
     target.check(file)
-    profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
-    target.write(profile, as_json=as_json, show=lambda: _show(profile))
-
-
-def _show(profile: Profile) -> None:
-    from .profile_tables import print_profile
-
-    print_profile(profile, console())
+    target.write(profile, as_json=as_json, show=lambda: print_profile(profile, console()))

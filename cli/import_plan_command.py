@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,11 +12,8 @@ from ..cost_models.arguments import list_declarations
 from ..cost_models.machines import MachineOptions
 from ..planner.plan_options import PlanOptions, TrainingOptions
 from .option_parameters import Only
-from .output import AsJson, Force, Output
+from .output import AsJson, Force, Output, choose_input, choose_target, file_stem
 from .streams import console
-
-if TYPE_CHECKING:
-    from ..planner.plan_file import Plan
 
 Source = Annotated[
     str,
@@ -50,15 +47,11 @@ def import_plan_command(
     """Make a plan of the partition that another tool holds: a balance or parts list, a Megatron layout,
     torchtitan's module names, a device_map, or what pplan export wrote."""
     from ..api.import_plan import import_plan
-    from ..api.provenance import made_by
-    from ..cost_models.text_files import decode_text, read_bytes, sha256
-    from ..profiler.profile_file import Profile
-    from .field_names import command_line
-    from .output import choose_input, choose_target, file_stem
+    from ..api.load import read_profile
+    from .plan_tables import print_plan
 
     path = choose_input(profile_file, ("profile",))
-    content = read_bytes(path, "profile")
-    profile = Profile.parse(decode_text(content, path, "profile"), str(path))
+    profile, sha = read_profile(path)
     about = {
         "model": profile.model,
         "profile.file": path.name,
@@ -75,14 +68,6 @@ def import_plan_command(
         **options,
         **vars(partition),
         profile_file=path.name,
-        profile_sha256=sha256(content),
+        profile_sha256=sha,
     )
-    origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
-    plan = plan.model_copy(update={"made_by": origin})
-    target.write(plan, as_json=as_json, show=lambda: _show(plan))
-
-
-def _show(plan: Plan) -> None:
-    from .plan_tables import print_plan
-
-    print_plan(plan, console())
+    target.write(plan, as_json=as_json, show=lambda: print_plan(plan, console()))

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.machines import MachineOptions
+from ..cost_models.quantities import (
+    compare_percent,
+    format_bytes,
+    format_count,
+    format_seconds,
+    percent_at_most,
+)
 from ..planner.degrees.degree_options import DegreeOptions
 from .compare_command import DIFFERENCE
 from .option_parameters import Without
@@ -56,7 +63,6 @@ def lint_command(
 
 
 def _print(report: LayoutReport, screen: Console) -> None:
-    from ..cost_models.quantities import format_count
     from .table import print_head, print_notes
 
     virtual = f", {report.virtual_stages} virtual stages a device" if report.virtual_stages > 1 else ""
@@ -76,12 +82,6 @@ def _print(report: LayoutReport, screen: Console) -> None:
 
 def _estimate_lines(report: LayoutReport) -> list[str]:
     from ..api.plan_summary import plan_setting
-    from ..cost_models.quantities import (
-        compare_percent,
-        format_bytes,
-        format_seconds,
-        percent_at_most,
-    )
     from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 
     plan, best = report.plan, report.best
@@ -109,7 +109,6 @@ def _estimate_lines(report: LayoutReport) -> list[str]:
 
 
 def _print_stages(report: LayoutReport, screen: Console) -> None:
-    from ..cost_models.quantities import format_bytes, format_seconds
     from .table import Column, number, print_table, text
 
     assert report.plan is not None

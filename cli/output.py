@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from ..cost_models.text_files import (
     read_bytes,
     write_whole,
 )
+from .field_names import command_line
 from .streams import remark, result
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Target:
 
         What was found is printed even where the file cannot be written. Raises FileError then.
         """
+        document = with_command(document)
         files, written = document.files(self.path), False
         try:
             for path, text in files.items():
@@ -109,6 +111,12 @@ class Target:
                 # Also where the reader of standard output has gone.
                 if written:
                     remark(f"Wrote {' and '.join(map(str, files))}")
+
+
+def with_command(document: Any) -> Any:
+    """Return a document that says by which command it was made."""
+    origin = document.made_by.model_copy(update={"command": command_line()})
+    return document.model_copy(update={"made_by": origin})
 
 
 def _same_file(one: Path, other: Path) -> bool:
@@ -156,7 +164,7 @@ Output = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of the same kind.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 COMMAND_BY_KIND = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models.errors import FileError, UsageError
 from ..profiler.profile_options import ProfileOptions, TensorParallelOptions, TransformerSizes
-from .output import AsJson, Force, Output
+from .output import AsJson, Force, Output, choose_target, file_stem
 from .streams import PACE, console, is_interactive, printable, remark
 
 if TYPE_CHECKING:
@@ -54,20 +54,12 @@ def profile_command(
 
     What was measured before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
     """
-    from ..cost_models.errors import FileError, UsageError
     from ..profiler.names import refuse_unknown_name
-    from .field_names import command_line
-    from .output import choose_target, file_stem
 
     if options.resume and not options.cache:
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
     if config is not None:
         model = _configured_name(model, config)
-    refuse_unknown_name(model)
-    from ..api.profiles import profile as measure
-    from ..api.provenance import made_by
-    from ..profiler.profile_file import Interrupted
-
     settings = dict(options.settings or {})
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
     # An estimate takes no measured profile's place.
@@ -76,6 +68,10 @@ def profile_command(
     name = f"{file_stem(model)}.profile.json"
     target = choose_target(output, name, force=force, about=device, kind="profile")
     target.check()
+    refuse_unknown_name(model)
+    from ..api.profiles import profile as measure
+    from ..profiler.profile_file import Interrupted
+    from .profile_tables import print_profile
 
     def write(profile: Profile) -> None:
         place = target
@@ -83,11 +79,10 @@ def profile_command(
             name = f"{file_stem(profile.model)}.profile.json"
             about = {"model": profile.model, **device}
             place = choose_target(None, name, force=force, about=about, kind="profile")
-        profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
-        place.write(profile, as_json=as_json, show=lambda: _show(profile))
+        place.write(profile, as_json=as_json, show=lambda: print_profile(profile, console()))
 
     try:
-        with _progress(is_timed=not device) as progress, _few_collections(are_few=bool(device)):
+        with _progress(is_timed=not device) as progress:
             profile = measure(
                 model,
                 **{**vars(options), **vars(sharing), "settings": settings or None},
@@ -103,29 +98,6 @@ def profile_command(
         raise FileError(error.what, error.hint.replace(f"as {own}.", f"as {own} or by --config.")) from error
     if sharing.tensor_parallel is None or os.environ.get("RANK", "0") == "0":
         write(profile)
-
-
-def _show(profile: Profile) -> None:
-    from .profile_tables import print_profile
-
-    print_profile(profile, console())
-
-
-_OBJECTS = 50_000
-"""That may be made between two collections."""
-
-
-@contextmanager
-def _few_collections(*, are_few: bool) -> Iterator[None]:
-    """While entered, Python's garbage collector seldom runs: of an estimate, in which no tensor takes memory,
-    it would take a sixth of the seconds, mostly while modules are imported."""
-    thresholds = gc.get_threshold()
-    if are_few:
-        gc.set_threshold(_OBJECTS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 @contextmanager
@@ -178,7 +150,6 @@ def _progress(*, is_timed: bool) -> Iterator[Callable[[Progress], None] | None]:
 def _configured_name(model: str, config: Path) -> str:
     """The model of that file, or of the config.json in that folder. It is of the model type that is named; a
     hub's name, `hf:owner/model`, names none. Raises UsageError, FileError."""
-    from ..cost_models.errors import FileError, UsageError
     from ..cost_models.text_files import read_text
     from ..cost_models.transformer.configuration import parse_configuration
 

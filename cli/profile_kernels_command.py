@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..profiler.profile_options import KernelOptions
-from .output import Force
+from .output import Force, choose_target
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The config.json of a transformer.", show_default=False)
@@ -29,7 +29,6 @@ def profile_kernels_command(
     from ..cost_models.quantities import format_seconds
     from ..cost_models.transformer.configuration import load_transformer_shape
     from ..cost_models.transformer.kernel_table import TERA
-    from .output import choose_target
     from .streams import console, counting, remark
     from .table import line
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models.errors import PplanError, UsageError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds, percent
 from ..profiler.profile_options import LinkOptions
-from .output import Force
+from .output import Force, choose_target
 from .streams import console, remark, result
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def profile_links_command(
 
     torchrun --no-python --nproc-per-node 2 pplan profile-links
     """
-    from ..cost_models.errors import PplanError
     from ..profiler.torchrun_env import read_torchrun_env
-    from .output import choose_target
 
     process = read_torchrun_env(os.environ)
     target = choose_target(output, "links.toml", force=force)
@@ -57,7 +56,6 @@ def profile_links_command(
 
 
 def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> MeasuredLinks:
-    from ..cost_models.errors import UsageError
 
     if process.rank == 0:
         target.check()

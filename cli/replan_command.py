@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..api.replan_options import ReplanOptions
-from .output import AsJson, Force, Output, PlanFile, ProfileFile
-
-if TYPE_CHECKING:
-    from ..planner.plan_file import Plan
+from .output import AsJson, Force, Output, PlanFile, ProfileFile, choose_input, choose_target, file_stem
 
 
 def replan_command(
@@ -23,9 +18,8 @@ def replan_command(
     """Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."""
     from ..api.explain import replan
     from ..api.load import read_plan
-    from ..api.provenance import made_by
-    from .field_names import command_line
-    from .output import choose_input, choose_target, file_stem
+    from .plan_tables import print_plan
+    from .streams import console
 
     files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
     plan = files.plan
@@ -39,13 +33,4 @@ def replan_command(
     )
     target.check(files.plan_file, files.profile_file)
     new = replan(files.plan_file, files.profile_file, **vars(loss)).plan
-    origin = made_by(new.made_by, command=command_line(), measured=files.profile.made_by)
-    new = new.model_copy(update={"made_by": origin})
-    target.write(new, as_json=as_json, show=lambda: _show(new))
-
-
-def _show(plan: Plan) -> None:
-    from .plan_tables import print_plan
-    from .streams import console
-
-    print_plan(plan, console())
+    target.write(new, as_json=as_json, show=lambda: print_plan(new, console()))

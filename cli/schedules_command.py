@@ -12,6 +12,7 @@ from ..cost_models.arguments import Options, option, options_class
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import list_runtimes
 from .option_parameters import action_parser
+from .streams import console, result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +61,6 @@ def schedules_command(
 ) -> None:
     """List the schedules: their bubble, memory and weights, what they need, what runs them, their source; or
     show one, pplan's or your own."""
-    from .streams import console, result
 
     if action == "show":
         if name is None:
@@ -84,7 +84,6 @@ def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     from ..cost_models.schedule_text import schedule_word, write_program
     from ..cost_models.schedules import find_schedule
     from ..cost_models.timeline import simulate
-    from .streams import console, result
     from .table import line
     from .timeline_drawing import print_drawing
 

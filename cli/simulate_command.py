@@ -12,7 +12,7 @@ from ..cost_models.errors import FileError, UsageError
 from ..cost_models.machines import DeviceOptions
 from ..planner.plan_options import Overrides
 from .field_names import FIELDS, typed_text
-from .output import ProfileFile
+from .output import AsJson, ProfileFile, choose_input
 
 PlanFile = Annotated[
     Path | None,
@@ -28,7 +28,6 @@ TraceFile = Annotated[
 ]
 SvgFile = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the timeline as SVG.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing FILE of --trace or --svg.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Actions = Annotated[
     bool,
     typer.Option(
@@ -76,7 +75,6 @@ def simulate_command(
 
 def _plan_file(path: Path | None) -> Path:
     """The plan that is named, or the newest. Raises FileError where there is none."""
-    from .output import choose_input
 
     try:
         return choose_input(path, ("plan",))

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.solve_options import FrontierOptions, SweepOptions
+from ..cost_models.errors import ExportError, UsageError
 from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.objectives.objective import ObjectiveOptions
 from ..planner.plan_options import PlanOptions
 from .field_names import FIELDS, TYPED, typed_text
 from .option_parameters import Typed
-from .output import AsJson, Force, Output
+from .output import AsJson, Force, Output, choose_input, choose_target, file_stem
 from .streams import console, waiting
 from .sweep_options import GridOptions
 
@@ -69,9 +70,6 @@ def solve_command(
 ) -> None:
     """Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is from
     the best possible."""
-    from ..cost_models.errors import UsageError
-    from .field_names import command_line
-    from .output import choose_input, choose_target, file_stem
 
     _check_owners(
         ("--frontier", frontier, ["points"]),
@@ -86,7 +84,6 @@ def solve_command(
     ]
     from ..api.configuration import Configuration, read_source
     from ..api.machine import count_gpus
-    from ..api.provenance import made_by
     from ..api.solve import MODELS, refuse_options, solve, watching_best
 
     typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
@@ -115,7 +112,6 @@ def solve_command(
         target.check(*paths, machine.topology, options.kernels)
         with waiting("Searching"):
             plan = solve_configuration(source, machine, options)
-        plan = plan.model_copy(update={"made_by": made_by(plan.made_by, command=command_line())})
         target.write(plan, as_json=as_json, show=lambda: _show(plan, target.path, details=details))
         return
     refuse_options(typed, "profile", MODELS)
@@ -145,8 +141,6 @@ def solve_command(
         frontier_target.check(path, machine.topology)
     with waiting("Searching", plan_options.time_limit) as wait, watching_best(wait.tell_best):
         plan = solve(profile if len(paths) == 1 else paths, **keywords)
-    origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
-    plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
     target.write(
         plan,
@@ -155,13 +149,12 @@ def solve_command(
     )
     if frontier:
         with waiting("Searching for every memory"):
-            curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
+            curve = _frontier(profile, frontier_options, keywords)
         frontier_target.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
 
 
 def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
     """Raises UsageError for options that belong to another one, which is not given."""
-    from ..cost_models.errors import UsageError
 
     for owner, is_given, fields in owners:
         for name in () if is_given else fields:
@@ -174,7 +167,6 @@ def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
 def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) -> None:
     """Raises UsageError for options that say nothing beside the others; `aim`: the one that says what the
     plan is to be the best of."""
-    from ..cost_models.errors import UsageError
 
     if sweep and frontier:
         raise UsageError("--frontier with --sweep: one or the other", "Omit one of the two.")
@@ -189,7 +181,6 @@ def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) 
 
 def _only(paths: Sequence[Path], sweep: bool, frontier: bool) -> Path:
     """The first profile. Raises UsageError for several of what takes one."""
-    from ..cost_models.errors import UsageError
 
     if len(paths) > 1 and (sweep or frontier):
         option = "--sweep" if sweep else "--frontier"
@@ -251,7 +242,6 @@ def _next_steps(plan: Plan, path: Path) -> str:
 
 def _is_checked(plan: Plan) -> bool:
     """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
-    from ..cost_models.errors import ExportError
     from ..cost_models.runtime import find_runtime
     from ..runtimes.choice import choose
     from ..runtimes.trainer_words import INSTEAD

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..api.provenance import made_by
 from ..api.solve_options import SweepOptions
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import (
@@ -21,9 +20,8 @@ from ..cost_models.quantities import (
 )
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
-from .field_names import command_line
 from .frontier_table import shape
-from .output import Target
+from .output import Target, with_command
 from .streams import console, remark, result, waiting
 from .sweep_options import GridOptions
 from .table import Column, line, number, print_table, text, word
@@ -57,8 +55,7 @@ def run_sweep(
     points = prod(map(len, grid.sweep.values()))
     with waiting(f"Solving {format_count(points, 'problem')}") as wait:
         outcome = sweep(profile, grid.sweep, progress=wait.tell_share, **vars(options), **keywords_of_all)
-    origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
-    outcome = outcome.model_copy(update={"made_by": origin})
+    outcome = with_command(outcome)
     if as_json:
         result(outcome.to_json())
     else:

@@ -12,6 +12,7 @@ from ..cost_models import arguments
 from ..cost_models.arguments import Options, option, options_class
 from ..cost_models.errors import UsageError
 from .option_parameters import action_parser
+from .streams import console, remark, result
 
 ACTIONS = ("show", "list")
 
@@ -76,7 +77,6 @@ def _check_list(action: str, name: Path | None, gpus: int | None, *, as_toml: bo
 
 
 def _list(*, as_json: bool) -> None:
-    from .streams import console, result
     from .topology_tables import machines_json, print_machines
 
     if as_json:
@@ -88,7 +88,6 @@ def _list(*, as_json: bool) -> None:
 def _show(name: Path, gpus: int | None, *, as_toml: bool, as_json: bool) -> None:
     from ..cost_models.machines import find_machine
     from ..cost_models.topology_file import described_topology
-    from .streams import console, remark, result
     from .topology_tables import print_topology, topology_json
 
     machine = find_machine(str(name))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .compare_command import DIFFERENCE
+from .output import AsJson, choose_input
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,6 @@ ProfileFile = Annotated[
         metavar="[PROFILE]", help="Its profile; default: the one it names, beside it.", show_default=False
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def verify_command(
@@ -32,7 +32,6 @@ def verify_command(
 ) -> None:
     """Verify a plan file: its structure, its sums, and that it fits and runs."""
     from ..api.verify import verify
-    from .output import choose_input
     from .streams import console, remark, result
 
     report = verify(choose_input(plan_file, ("plan",)), profile_file)

@@ -20,7 +20,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field
 from math import inf
 from numbers import Real
 from pathlib import Path
@@ -474,6 +474,12 @@ def options_class(model: type[Model]) -> type[Model]:
     return dataclass(frozen=True, kw_only=True)(model)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+def arguments_class(model: type[Model]) -> type[Model]:
+    """Mark a class whose fields are the arguments of a function. It is never made, and gets no methods."""
+    return model
+
+
 @options_class
 class Options:
     """Fields made by `option`, checked when they are set. Raises UsageError."""
@@ -485,9 +491,12 @@ class Options:
 
 def list_declarations(model: Any) -> dict[str, Option]:
     """The declarations of a model's fields, by their names; an inherited one of a field declared again."""
-    bases = [own for own in reversed(model.__mro__) if is_dataclass(own)]
-    every = [each for own in bases for each in fields(own)]
-    return {each.name: each.metadata["option"] for each in every if "option" in each.metadata}
+    declarations: dict[str, Option] = {}
+    for own in reversed(model.__mro__):
+        attributes = vars(own) | vars(own).get("__dataclass_fields__", {})
+        metadata = {name: value.metadata for name, value in attributes.items() if isinstance(value, Field)}
+        declarations |= {name: each["option"] for name, each in metadata.items() if "option" in each}
+    return declarations
 
 
 def options_from(
@@ -520,23 +529,24 @@ def takes(
     """Give a function the parameters of a model: type checkers, editors and `help` see each by its name.
 
     Args:
-        model: A dataclass with a field for every argument. Inherited fields are keywords. A field that is
-            declared again without a default has to be given.
+        model: A class made by `arguments_class`, with a field for every argument. Inherited fields are
+            keywords. One that is declared again as `field()` has to be given.
     """
 
     def add(function: Callable[..., Result]) -> Callable[Parameters, Result]:
-        declarations, parameters, lines = list_declarations(model), [], ["Options:"]
-        declared_again = inspect.get_annotations(cast(Any, model)).keys() - vars(model)
-        for own in fields(cast(Any, model)):
-            kind = argument_type(model, own.name)
-            is_required = own.default is MISSING or own.name in declared_again
-            default = inspect.Parameter.empty if is_required else own.default
-            place = inspect.Parameter.KEYWORD_ONLY if own.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-            parameters.append(inspect.Parameter(own.name, place, default=default, annotation=kind))
-            if own.name in declarations:
-                lines.append(f"    {own.name}: {kind}" + ("" if is_required else f" = {own.default!r}"))
-                sentence = declarations[own.name].help
-                lines += textwrap.wrap(sentence, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        parameters, lines = [], ["Options:"]
+        for name, (kind, default, declared) in _list_arguments(model).items():
+            is_positional = isinstance(default, Field) and default.kw_only is False
+            place = (
+                inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY
+            )
+            default = default.default if isinstance(default, Field) else default
+            is_required = default is MISSING
+            stated = inspect.Parameter.empty if is_required else default
+            parameters.append(inspect.Parameter(name, place, default=stated, annotation=kind))
+            if declared is not None:
+                lines.append(f"    {name}: {kind}" + ("" if is_required else f" = {default!r}"))
+                lines += [f"        {line}" for line in _wrap(declared.help)]
         parameters.sort(key=lambda parameter: parameter.kind)
         described: Any = function
         described.__signature__ = inspect.Signature(
@@ -548,13 +558,27 @@ def takes(
     return add
 
 
-def argument_type(model: Any, name: str) -> str:
-    """Return the type of what may be given for a field, as it is written."""
-    written = next(own[name] for own in map(inspect.get_annotations, model.__mro__) if name in own)
-    if not written.startswith("Converted["):
-        return str(written)
-    converted = cast(ast.Subscript, ast.parse(written, mode="eval").body)
-    return ast.unparse(cast(ast.Tuple, converted.slice).elts[0])
+def _list_arguments(model: Any) -> dict[str, tuple[str, Any, Option | None]]:
+    """By name the type of each argument as it is written, its default or field, and its declaration."""
+    listed: dict[str, tuple[str, Any, Option | None]] = {}
+    declarations = list_declarations(model)
+    for own in reversed(model.__mro__):
+        for name, written in inspect.get_annotations(own).items():
+            kind = str(written)
+            if kind.startswith("Converted["):
+                converted = cast(ast.Subscript, ast.parse(kind, mode="eval").body)
+                kind = ast.unparse(cast(ast.Tuple, converted.slice).elts[0])
+            listed[name] = kind, vars(own).get(name, MISSING), declarations.get(name)
+    return listed
+
+
+def _wrap(sentence: str) -> list[str]:
+    """The lines of a sentence; most are short, and need no textwrap."""
+    return textwrap.wrap(sentence, _LINE) if len(sentence) > _LINE else [sentence] if sentence else []
+
+
+_LINE = 92
+"""Characters of a line of a sentence in a docstring."""
 
 
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:

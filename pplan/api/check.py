@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..cost_models.arguments import options_class, options_from, takes
+from ..cost_models.arguments import arguments_class, options_from, takes
 from ..cost_models.errors import ExportError, MachineError, PplanError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import recompute_kinds
@@ -72,7 +72,7 @@ LEAST_SIZE = 1024
 Runner = Callable[[Job], CheckMeasurements | None]
 
 
-@options_class
+@arguments_class
 class CheckArguments(CheckOptions):
     """The arguments of `check`."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Converted, options_class, options_from, takes
+from ..cost_models.arguments import Converted, arguments_class, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
@@ -41,7 +41,7 @@ PlanOrFile = Plan | str | Path
 ProfileOrFile = Profile | str | Path
 
 
-@options_class
+@arguments_class
 class ExplainArguments(ExplainOptions):
     """The arguments of `explain`."""
 
@@ -50,20 +50,20 @@ class ExplainArguments(ExplainOptions):
     progress: Callable[[float], None] | None = None
 
 
-@options_class
+@arguments_class
 class OtherMethodArguments(OtherMethodOptions, PlanOptions, MachineOptions):
     """The arguments of `data_parallel`."""
 
     profile: ProfileOrFile = field(kw_only=False)
 
 
-@options_class
+@arguments_class
 class ReplanArguments(ReplanOptions):
     """The arguments of `replan`."""
 
     plan: PlanOrFile = field(kw_only=False)
     profile: ProfileOrFile = field(kw_only=False)
-    lost: Converted[Sequence[int], tuple[int, ...]]
+    lost: Converted[Sequence[int], tuple[int, ...]] = field()
 
 
 @takes(ExplainArguments)

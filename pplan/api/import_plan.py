@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..cost_models import arguments
-from ..cost_models.arguments import Converted, list_declarations, options_class, options_from, takes
+from ..cost_models.arguments import Converted, arguments_class, list_declarations, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
@@ -27,7 +27,7 @@ from .provenance import made_by
 from .solve import make_problem
 
 
-@options_class
+@arguments_class
 class ImportPlanArguments(PartitionOptions, TrainingOptions, MachineOptions):  # type: ignore[misc]
     """The arguments of `import_plan`. Its schedule and recomputation are those of the partition."""
 

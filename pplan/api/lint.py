@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import options_class, takes
+from ..cost_models.arguments import arguments_class, takes
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
@@ -121,7 +121,7 @@ class LayoutReport:
         return json.dumps(document, indent=1) + "\n"
 
 
-@options_class
+@arguments_class
 class LintArguments(DegreeOptions, MachineOptions):
     """The arguments of `lint`."""
 

@@ -24,6 +24,12 @@ def load_plan(path: str | Path) -> Plan:
     return Plan.load(arguments.path("path", path))
 
 
+def read_profile(path: Path) -> tuple[Profile, str]:
+    """Read a profile and the SHA-256 of its file, at once: it may be a pipe. Raises FileError."""
+    content = read_bytes(path, "profile")
+    return Profile.parse(decode_text(content, path, "profile"), str(path)), sha256(content)
+
+
 def as_plan(plan: Plan | str | Path) -> Plan:
     """The plan, read where it is named by its path."""
     if isinstance(plan, str | Path):
@@ -68,10 +74,9 @@ def profile_and_reference(
     if plan is not None:
         check_is_measured(plan)
     if isinstance(profile, str | Path):
-        path = Path(profile)
-        content = read_bytes(path, "profile")
-        profile = Profile.parse(decode_text(content, path, "profile"), str(path))
-        file, sha = file or path.name, sha or sha256(content)
+        file = file or Path(profile).name
+        profile, content_sha = read_profile(Path(profile))
+        sha = sha or content_sha
     arguments.instance(
         "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
     )
@@ -134,9 +139,9 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
         )
     where = profile_path if profile_file is None else profile_file
     content = read_bytes(where, "profile")
-    if sha256(content) != plan.profile.sha256:
+    if (sha := sha256(content)) != plan.profile.sha256:
         raise FileError(
-            f"{where}: is not the profile that {path} was made from (SHA-256 {sha256(content)[:12]}…, "
+            f"{where}: is not the profile that {path} was made from (SHA-256 {sha[:12]}…, "
             f"the plan says {plan.profile.sha256[:12]}…)",
             f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
         )

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..cost_models import arguments
-from ..cost_models.arguments import options_class, options_from, takes
+from ..cost_models.arguments import arguments_class, options_from, takes
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
 from ..profiler.cache import ProfileCache, Request, name_key
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 
 
-@options_class
+@arguments_class
 class ProfileArguments(TensorParallelOptions, ProfileOptions):
     """The arguments of `profile`."""
 
@@ -143,7 +143,7 @@ def _profile_shared(
     )
 
 
-@options_class
+@arguments_class
 class ImportArguments(ProfileImportOptions):
     """The arguments of `import_profile`."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ..cost_models.arguments import list_declarations, options_class, takes
+from ..cost_models.arguments import arguments_class, list_declarations, takes
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
 from ..cost_models.machines import DeviceOptions
@@ -141,7 +141,7 @@ def _memory_words(row: ScheduleRow) -> str:
     return format_bytes(row.memory_bytes) + ("" if row.fits else ", does not fit")
 
 
-@options_class
+@arguments_class
 class CompareSchedulesArguments(CostOptions, Overrides, DeviceOptions):
     """The arguments of `compare_schedules`: those of `simulate` for a plan, else of `simulate_costs`."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..cost_models.arguments import Converted, list_declarations, options_class, options_from, takes
+from ..cost_models.arguments import Converted, arguments_class, list_declarations, options_from, takes
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.drawing import Drawing
 from ..cost_models.errors import MachineError, UsageError
@@ -91,7 +91,7 @@ def as_step(simulation: Simulation) -> SimulatedStep:
     )
 
 
-@options_class
+@arguments_class
 class SimulateArguments(Overrides, DeviceOptions):
     """The arguments of `simulate`: overrides of the plan, and of its machine."""
 
@@ -153,14 +153,14 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: DeviceO
     )
 
 
-@options_class
+@arguments_class
 class SimulateCostsArguments(CostOptions, StepOptions):
     """The arguments of `simulate_costs`."""
 
-    schedule: str
-    forward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None]
-    backward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None]
-    micro_batches: int
+    schedule: str = field()
+    forward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = field()
+    backward_ms: Converted[float | Sequence[float] | None, tuple[float, ...] | None] = field()
+    micro_batches: int = field()
 
 
 @takes(SimulateCostsArguments)

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, cast
 
-from ..cost_models.arguments import Options, list_declarations, options_class, options_from, takes
+from ..cost_models.arguments import Options, arguments_class, list_declarations, options_from, takes
 from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.runtime import RUNTIMES, find_runtime
@@ -33,7 +33,7 @@ from .solve_options import FrontierOptions
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
 
 
-@options_class
+@arguments_class
 class SolveArguments(ConfigurationOptions, ObjectiveOptions, PlanOptions, MachineOptions):
     """The arguments of `solve`."""
 
@@ -215,7 +215,7 @@ def make_problem(
     return build_problem(measured.chain(), topology, plan_options, reference, profiles)
 
 
-@options_class
+@arguments_class
 class FrontierArguments(FrontierOptions, PlanOptions, MachineOptions):
     """The arguments of `frontier`."""
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..cost_models import arguments
 from ..cost_models.arguments import (
+    arguments_class,
     check_values,
     list_declarations,
-    options_class,
     options_from,
     takes,
     unknown_option,
@@ -35,7 +35,7 @@ from .solve_options import SweepOptions
 SWEEP = tuple(list_declarations(SweepOptions))
 
 
-@options_class
+@arguments_class
 class SweepArguments(SweepOptions, ObjectiveOptions, PlanOptions, MachineOptions):
     """The arguments of `sweep`."""
 

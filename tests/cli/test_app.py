@@ -122,6 +122,31 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["solve", "--help"], {"solve_options", "degree_options", "objective", "plan_options"}),
+        (["check", "--help"], {"check_options"}),
+        (["explain", "--curent", "3,4"], {"explain_options"}),
+        (["solve", "none.profile.json"], {"solve_options", "degree_options", "objective", "plan_options"}),
+        (["profile", "vgg91"], {"profile_options"}),
+    ],
+)
+def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], options: set[str]) -> None:
+    """Its help does, and what is refused before anything is read."""
+    code = (
+        "import sys; from pplan.cli.app import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit: pass\n"
+        "names = [name for name in sys.modules if not name.startswith('pplan.cli')]\n"
+        "heavy = {'torch', 'torchvision', 'numpy', 'pydantic', 'networkx'} & {*names}\n"
+        "own = {name.rpartition('.')[2] for name in names if name.startswith('pplan.')}\n"
+        "print(sorted(heavy | {name for name in own if name.endswith('options') or name == 'objective'}),"
+        " file=sys.stderr)"
+    )
+    assert _python(code, here).stderr.splitlines()[-1] == str(sorted(options))
+
+
+@pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
         (["solv"], "no such verb: solv", "Did you mean solve"),

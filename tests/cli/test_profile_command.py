@@ -25,6 +25,7 @@ def asked(here: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict
         seen.update(options, model=model)
         return profile
 
+    monkeypatch.setattr("pplan.profiler.names.refuse_unknown_name", lambda _: None)
     monkeypatch.setattr("pplan.api.profiles.profile", measure)
     return seen
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.api.provenance import made_by
 from pplan.cli.solve_command import _next_steps
+from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import BUFFER_WARNING, Plan
@@ -30,7 +32,7 @@ def asked(here: Path, profile: Profile, plan: Plan, monkeypatch: pytest.MonkeyPa
 
     def solve(profile: Profile, **wishes: Any) -> Plan:
         seen.update(wishes, profile=profile)
-        return plan.model_copy(update={"made_by": type(plan.made_by)()})
+        return plan.model_copy(update={"made_by": made_by(MadeBy(), measured=profile.made_by)})
 
     monkeypatch.setattr("pplan.api.solve.solve", solve)
     return seen
@@ -123,11 +125,11 @@ def test_writes_the_plan_with_its_origin(
     assert asked
     assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest of the plans searched: ")
     assert ran.lines == ["Using toy.profile.json (newest profile in this directory)", "Wrote toy.plan.json"]
-    made_by = Plan.load(here / "toy.plan.json").made_by
-    assert made_by.command == "pplan solve --gpus 8"
-    assert (made_by.torch, made_by.cuda) == (profile.made_by.torch, profile.made_by.cuda)
-    assert made_by.pplan == pplan.__version__
-    assert made_by.time > "2026"
+    origin = Plan.load(here / "toy.plan.json").made_by
+    assert origin.command == "pplan solve --gpus 8"
+    assert (origin.torch, origin.cuda) == (profile.made_by.torch, profile.made_by.cuda)
+    assert origin.pplan == pplan.__version__
+    assert origin.time > "2026"
 
 
 def test_json_is_exactly_the_file(run: Run, here: Path, asked: dict[str, Any]) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import field
 from typing import Any
 
 import pytest
 
 from pplan.cost_models import arguments
 from pplan.cost_models.arguments import (
+    Converted,
     Option,
     Options,
+    arguments_class,
     check_values,
     list_declarations,
     option,
     options_class,
     options_from,
+    takes,
     unknown_option,
 )
 from pplan.cost_models.errors import UsageError
@@ -96,3 +101,35 @@ def test_what_is_typed_is_read(own: Option, typed: str, value: Any) -> None:
 def test_what_cannot_be_typed_is_refused(own: Option, typed: str) -> None:
     with pytest.raises(UsageError, match="--own"):
         own.value(typed, "--own")
+
+
+@arguments_class
+class Drawing(Kind, Size):
+    """The arguments of a function."""
+
+    share: float | None = field()
+    title: str = field(kw_only=False)
+    width: Converted[float | str, float] = option(2.0, arguments.number, "How wide it is.")
+
+
+@takes(Drawing)
+def draw(title: str, **options: Any) -> str:
+    """Draw it."""
+    return f"{title} {options}"
+
+
+def test_a_function_has_the_arguments_of_a_model_in_its_signature_and_help() -> None:
+    assert draw("a", share=1.0, width="3") == "a {'share': 1.0, 'width': '3'}"
+    signature = inspect.signature(draw)
+    assert str(signature).replace("'", "") == (
+        "(title: str, *, count: int = 2, share: float | None, plain: str = is no option, "
+        "is_fast: bool = False, width: float | str = 2.0) -> str"
+    )
+    assert inspect.getdoc(draw) == (
+        "Draw it.\n\nOptions:\n"
+        "    count: int = 2\n"
+        "    share: float | None\n"
+        "    is_fast: bool = False\n"
+        "    width: float | str = 2.0\n"
+        "        How wide it is."
+    )
