@@ -92,14 +92,21 @@ def _functions() -> Iterator[str]:
 def _signature(function: Any) -> str:
     """The arguments, each on a line where they are many."""
     signature = inspect.signature(function)
-    if len(signature.parameters) <= MOST_ON_A_LINE:
-        return str(signature).replace("'", "")
-    lines = [str(own).replace("'", "") for own in signature.parameters.values()]
-    kinds = [own.kind for own in signature.parameters.values()]
-    if inspect.Parameter.KEYWORD_ONLY in kinds:
-        lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    returned = str(signature.return_annotation).replace("'", "")
-    return "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {returned}"
+    every = list(signature.parameters.values())
+    words = [_argument(own) for own in every]
+    kinds = [own.kind for own in every]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        words.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    returned = f" -> {signature.return_annotation}"
+    if len(every) <= MOST_ON_A_LINE:
+        return f"({', '.join(words)}){returned}"
+    return "(\n" + "".join(f"    {word},\n" for word in words) + f"){returned}"
+
+
+def _argument(own: inspect.Parameter) -> str:
+    star = "*" if own.kind is own.VAR_POSITIONAL else ""
+    default = "" if own.default is own.empty else f" = {own.default!r}"
+    return f"{star}{own.name}: {own.annotation}{default}"
 
 
 def _docstring(text: str) -> str:

@@ -86,8 +86,8 @@ def profile(
     key = None
     if isinstance(model, str) and example_input is None and sharing.tensor_parallel is None:
         key = name_key(model, profile_options)
-        kept = replace(ProfileCache.of_user(profile_options, remark), link=key)
-        if (profile := kept.find_named(Request.of(profile_options))) is not None:
+        cache = replace(ProfileCache.of_user(profile_options, remark), link=key)
+        if (profile := cache.find_named(Request.of(profile_options))) is not None:
             return profile
     _require_torch()
     from ..profiler.estimate import parse_analytic_device
