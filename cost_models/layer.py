@@ -195,6 +195,8 @@ class Chain:
     pending_gradient_bytes: Vector | None = None
     """Gradients that the first part of a backward leaves for the second, each storage once, with the last
     layer that needs it, shape (layers, sizes); None: not counted."""
+    batch_norms: tuple[str, ...] = ()
+    """Names of layers that normalise each micro-batch by itself."""
     loss_saved_bytes: Vector | None = None
     """Of what the last layer saves, the loss' own, shape (layers, sizes), 0 of the others; None: no loss."""
     refused: Mapping[int, str] = field(default_factory=dict)

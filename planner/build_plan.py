@@ -105,7 +105,7 @@ def build_plan(
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble_candidate(problem.space, best)
     limits = list(list_prediction_limits(assembly))
-    warnings = [*warnings, *list_machine_warnings(problem)]
+    warnings = [*warnings, *list_machine_warnings(problem), *list_norm_warnings(problem, best)]
     warnings += list_search_warnings(problem, exact=result.exact if exact is None else exact)
     compared: dict[str, list[Baseline] | list[PlanRow]] = {}
     if answer is not None:
@@ -343,6 +343,22 @@ def list_machine_warnings(problem: Problem) -> list[str]:
         "refused for what it holds; `memory` gives it"
         for kind in problem.topology.kinds
         if kind.memory_bytes is None
+    ]
+
+
+LEAST_SAMPLES = 8
+"""Samples from which a batch norm of a micro-batch resembles that of a whole batch."""
+
+
+def list_norm_warnings(problem: Problem, best: ScoredPlan) -> list[str]:
+    """Warn if batch norms normalise few samples. Those inside larger layers are not known."""
+    samples, norms = best.config.micro_batch_size // max(best.proposal.replicas), problem.chain.batch_norms
+    if not norms or samples >= min(LEAST_SAMPLES, best.config.mini_batch):
+        return []
+    return [
+        f"{norms[0]} is a batch norm: it normalises each micro-batch of {format_count(samples, 'sample')} a "
+        f"replica by itself, and trains otherwise than with whole batches; fewer `micro_batches` (or "
+        f"`micro_batch_sizes` of pplan profile) give it {LEAST_SAMPLES}"
     ]
 
 

@@ -555,6 +555,7 @@ class Profile(Document):
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
             accumulation_seconds=np.array([layer.accumulation_seconds or 0.0 for layer in self.layers]),
+            batch_norms=tuple(layer.name for layer in self.layers if layer.kind.startswith("BatchNorm")),
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),

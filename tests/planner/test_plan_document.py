@@ -15,6 +15,7 @@ from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, baseline_row, larger_micro_batches
 from pplan.planner.asynchronous import bubble
+from pplan.planner.build_plan import list_norm_warnings
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_file import plan_recompute, plan_row, run_in_words
 from pplan.planner.plan_options import PlanOptions
@@ -203,6 +204,15 @@ def test_larger_micro_batches_are_named_where_they_are_faster(equal: Chain) -> N
     fixed = Problem(slow, line(2), PlanOptions(mini_batch=16, micro_batches=8))
     assert larger_micro_batches(fixed, best) == []
     assert larger_micro_batches(problem, replace(best, proposal=straight(1, 16))) == []
+
+
+def test_batch_norms_of_few_samples_are_named(equal: Chain) -> None:
+    problem = Problem(replace(equal, batch_norms=("bn1",)), line(2), PlanOptions(mini_batch=16))
+    few, many = (ScoredPlan(straight(16 // size, size), ("never", "never"), 1.0) for size in (2, 8))
+    (text,) = list_norm_warnings(problem, few)
+    assert text.startswith("bn1 is a batch norm: it normalises each micro-batch of 2 samples a replica by")
+    assert list_norm_warnings(problem, many) == []
+    assert list_norm_warnings(Problem(equal, line(2), PlanOptions(mini_batch=16)), few) == []
 
 
 def warnings(chain: Chain, schedule: str, recompute: Any = "never", size: int = 2) -> list[str]:
