@@ -142,6 +142,10 @@ def test_its_scripts_are_the_examples(runtime: str) -> None:
     assert len(script.splitlines()) < 30
 
 
+def test_the_training_script_is_the_example() -> None:
+    assert (ROOT / "examples/train_with_a_plan.py").read_text() in blocks("python", "training.md")
+
+
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the example shows, and those that its commands make."""

@@ -39,7 +39,7 @@ NAMES = ["train_deepspeed.py", "train_fairscale.py", "train_torchgpipe.py"]
 
 
 def test_every_script_is_tested() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == NAMES
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == [*NAMES, "train_with_a_plan.py"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,3 +76,29 @@ def test_the_script_of_deepspeed_trains(
     script = str(EXAMPLES / "train_deepspeed.py")
     said = run_ranks(["-c", SMALLER, script, "vgg19.deepspeed.json", "32"], tmp_path, 2)
     assert re.findall(r"^step (\d): loss \d+\.\d+$", said, flags=re.MULTILINE) == ["0", "1", "2"]
+
+
+RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_script_of_the_page_resumes_with_another_number_of_stages(
+    make_plan: MakePlan, run_ranks: Callable[..., str], tmp_path: Path, runtime: str
+) -> None:
+    """Two epochs on two stages, the third on three."""
+    pytest.importorskip(runtime)
+    is_one = runtime in ("torchgpipe", "fairscale")
+    script, said = str(EXAMPLES / "train_with_a_plan.py"), ""
+    for balance, epochs in (([5, 6], "2"), ([4, 4, 3], "3")):
+        schedule = "gpipe" if is_one else "1f1b"
+        plan = make_plan(balance, micro_batches=4, micro_batch_size=8, schedule=schedule)
+        file = f"{len(balance)}.{runtime}.json"
+        export(runtime, plan, device="cpu" if is_one else None)[0].save(tmp_path / file, force=False)
+        said += run_ranks([script, file, epochs], tmp_path, 1 if is_one else len(balance))
+    lines = re.findall(
+        r"^epoch (\d): loss (\d+\.\d+), gradient \d+\.\d+, test (\d+\.\d+)$", said, re.MULTILINE
+    )
+    assert [epoch for epoch, _, _ in lines] == ["0", "1", "2"]
+    assert float(lines[2][2]) < float(lines[0][2])
+    assert not (tmp_path / "train.checkpoint.partial").exists()
