@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from pplan.runtimes.training import Training, build
+from pplan.runtimes.pipelining.training import Training
+from pplan.runtimes.training import build
 
 STEPS = 3
 CLASSES = 5

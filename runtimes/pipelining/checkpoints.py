@@ -13,41 +13,68 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..cost_models.errors import FileError
-from ..cost_models.text_files import sha256
-
-if TYPE_CHECKING:
-    from .training import Training
+from ...cost_models.errors import FileError
+from ...cost_models.text_files import sha256
 
 ABOUT = "pplan.json"
 """File of a checkpoint with its model and progress."""
 
 
-def write_checkpoint(training: Training, path: Path, progress: Mapping[str, Any]) -> None:
+class ModelTensors:
+    """The names of the model's tensors, and those that no layer uses."""
+
+    def __init__(self, model: nn.Module, layers: nn.Sequential) -> None:
+        self.model = getattr(layers, "model_name", "") or type(model).__name__
+        state = model.state_dict(keep_vars=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self.shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        self.names: dict[int, tuple[str, ...]] = {}
+        for name, value in tensors.items():
+            self.names[id(value)] = (*self.names.get(id(value), ()), name)
+        used = {id(value) for value in layers.state_dict(keep_vars=True).values()}
+        self.unused = {name: value.detach() for name, value in tensors.items() if id(value) not in used}
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """What a process has of a training: weights and buffers by the model's names, `parameters` by name (a
+    weight that several of its stages share more than once), and the optimizer of these."""
+
+    tensors: ModelTensors
+    values: dict[str, Tensor]
+    parameters: list[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer | None
+    is_main: bool
+
+
+def write_checkpoint(training: TrainingState, path: Path, progress: Mapping[str, Any]) -> None:
     """Write weights and optimizer state to a folder, whole or not at all.
 
     Args:
-        training: Every process of it calls this.
+        training: The state of this process. Every process of the job calls this.
         path: The folder, which all processes see. A checkpoint there is replaced.
         progress: What `read_checkpoint` returns: values of JSON.
     """
-    state = {"model": training.local_state()}
-    if training.has_optimizer:
-        state["optimizer"] = _optimizer_state(training)
-    replace_folder(training, path, progress, lambda folder: _with_dcp(dcp.save, state, folder))
+    state = {"model": training.values}
+    if training.optimizer is not None:
+        state["optimizer"] = _optimizer_state(training, training.optimizer)
+    replace_folder(training, path, progress, lambda folder: _with_dcp(save, state, folder))
 
 
 def replace_folder(
-    training: Training, path: Path, progress: Mapping[str, Any], write: Callable[[Path], object]
+    training: TrainingState, path: Path, progress: Mapping[str, Any], write: Callable[[Path], object]
 ) -> None:
     """Write a checkpoint next to `path` by all processes, and rename it when it is whole."""
     partial = path.with_name(f"{path.name}.partial")
@@ -66,7 +93,7 @@ def replace_folder(
     _wait()
 
 
-def read_checkpoint(training: Training, path: Path) -> dict[str, Any]:
+def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
     """Read weights and optimizer state that any plan, or the plain model, wrote to a folder.
 
     Returns:
@@ -76,23 +103,23 @@ def read_checkpoint(training: Training, path: Path) -> dict[str, Any]:
         FileError: There is no checkpoint, or it is one of another model.
     """
     progress = read_about(training, path)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state: dict[str, dict[str, Any]] = {"model": dict(training.local_state())}
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, dict[str, Any]] = {"model": dict(training.values)}
     missing = sorted(name for name in training.tensors.shapes if f"model.{name}" not in stored)
     if missing:
         raise FileError(
             f"{path}: the checkpoint lacks {missing[0]}, which {training.tensors.model} has",
             "Name a checkpoint of this model, with its weights under the key 'model'.",
         )
-    if training.has_optimizer:
+    if training.optimizer is not None:
         state["optimizer"] = _empty_optimizer_state(training, stored)
-    _with_dcp(dcp.load, state, path)
-    if state.get("optimizer"):
-        _set_optimizer_state(training, state["optimizer"])
+    _with_dcp(load, state, path)
+    if training.optimizer is not None and state.get("optimizer"):
+        _set_optimizer_state(training, training.optimizer, state["optimizer"])
     return progress
 
 
-def read_about(training: Training, path: Path) -> dict[str, Any]:
+def read_about(training: TrainingState, path: Path) -> dict[str, Any]:
     """Read the progress of a checkpoint. Raises FileError where it is not there, or of another model."""
     if not path.is_dir():
         raise FileError(f"{path}: no checkpoint is there", "Name the folder of one.")
@@ -110,7 +137,7 @@ def read_about(training: Training, path: Path) -> dict[str, Any]:
     return progress
 
 
-def _digest(training: Training) -> str:
+def _digest(training: TrainingState) -> str:
     """A hash of the names and shapes of the model's tensors."""
     shapes = training.tensors.shapes
     return sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())))
@@ -127,17 +154,17 @@ def _with_dcp(run: Callable[..., object], state: dict[str, Any], path: Path) -> 
         run(state, checkpoint_id=str(path))
 
 
-def _optimized(training: Training) -> list[tuple[str, nn.Parameter, dict[str, Any]]]:
+def _optimized(training: TrainingState) -> list[tuple[str, nn.Parameter, dict[str, Any]]]:
     """The parameters of the optimizer in its order, by name, each with its group."""
-    names = {id(parameter): name for name, parameter in training.named_parameters()}
-    groups = training.optimizer.param_groups
+    names = {id(parameter): name for name, parameter in training.parameters}
+    groups = [] if training.optimizer is None else training.optimizer.param_groups
     return [(names[id(own)], own, group) for group in groups for own in group["params"]]
 
 
-def _optimizer_state(training: Training) -> dict[str, Any]:
+def _optimizer_state(training: TrainingState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, parameter, group in _optimized(training):
-        values = training.optimizer.state.get(parameter, {})
+        values = optimizer.state.get(parameter, {})
         state |= {f"state.{name}.{key}": value for key, value in values.items()}
         state |= {f"param_groups.{name}.{key}": own for key, own in group.items() if key != "params"}
     return state
@@ -152,7 +179,7 @@ def _by_tensor(keys: Iterable[str]) -> dict[str, list[str]]:
     return table
 
 
-def _empty_optimizer_state(training: Training, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _empty_optimizer_state(training: TrainingState, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors for what the checkpoint holds of this process's parameters."""
     state: dict[str, Any] = {}
     table = _by_tensor(stored)
@@ -169,10 +196,12 @@ def _empty_optimizer_state(training: Training, stored: Mapping[str, Any]) -> dic
     return state
 
 
-def _set_optimizer_state(training: Training, state: Mapping[str, Any]) -> None:
+def _set_optimizer_state(
+    training: TrainingState, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
     table, values = _by_tensor(state), dict[int, dict[str, Any]]()
-    groups = [dict(group) | {"params": []} for group in training.optimizer.param_groups]
-    numbers = {id(group): number for number, group in enumerate(training.optimizer.param_groups)}
+    groups = [dict(group) | {"params": []} for group in optimizer.param_groups]
+    numbers = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     for index, (name, _, own_group) in enumerate(_optimized(training)):
         group = groups[numbers[id(own_group)]]
         group["params"].append(index)
@@ -180,4 +209,4 @@ def _set_optimizer_state(training: Training, state: Mapping[str, Any]) -> None:
         group |= {key: state[f"{start}.{key}"] for key in table.get(start, ())}
         start = f"state.{name}"
         values[index] = {key: state[f"{start}.{key}"] for key in table.get(start, ())}
-    training.optimizer.load_state_dict({"state": values, "param_groups": groups})
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
