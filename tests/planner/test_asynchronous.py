@@ -12,9 +12,6 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.asynchronous import asynchronous_notes, bubble, pace, steady_seconds
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.objectives.throughput import _allows, asynchronous_configs
-from pplan.planner.plan_options import PlanOptions
-from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
 
 MakeChain = Callable[..., Chain]
@@ -94,59 +91,3 @@ def test_steady_state_by_hand(make_chain: MakeChain) -> None:
         step = steady_seconds(space, own.proposal, own.recompute)
         assert step == pytest.approx(4 * seconds, rel=1e-6)
         assert bubble(space, replace(own, step_seconds=step)) == pytest.approx(1 - 6 / seconds, abs=1e-6)
-
-
-def test_a_cut_takes_what_the_larger_share_takes(make_chain: MakeChain) -> None:
-    """Four samples of 10 bytes behind two replicas, two of one device: that has all 40 bytes in its port, at
-    1 byte/s, whichever side it stands on."""
-    space = Space(even(make_chain, 2, (1, 2, 4)), line(3, 1.0), "sgd")
-    for devices in (((0, 1), (2,)), ((0,), (1, 2))):
-        config = PipelineConfig("pipedream-2bw", "never", 4, 4)
-        proposal = Proposal(config, (1, 2), devices)
-        own = 12.0 + 6.0 + 2 * 40.0  # both stages' f + b, of four samples and of two, and the cut twice
-        assert pace(space, proposal, ("never", "never")) == pytest.approx(own / 2)
-
-
-def test_recomputed_forwards_count(make_chain: MakeChain) -> None:
-    space = Space(even(make_chain, 2), line(2, 1e9), "sgd")
-    proposal = plan("pipedream", 2, 1).proposal
-    assert pace(space, proposal, ("always", "never")) == pytest.approx(8.0)
-    assert pace(space, proposal, ("never", "always")) == pytest.approx(8.0)
-    always = replace(proposal.config, recompute="always")
-    again = ScoredPlan(replace(proposal, config=always), ("always", "always"), 8.0)
-    assert bubble(space, again) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_configurations_and_what_they_allow(make_chain: MakeChain) -> None:
-    """PipeDream: the whole batch; 2BW: two micro-batches or more; XPipe: fewer than stages, with moments."""
-    chain = even(make_chain, 4, (1, 2, 4))
-    topology = line(3, 1e9)
-    made = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=4, optimizer="adam")))
-    rows = [(own.schedule, own.micro_batches, own.micro_batch_size) for own in made]
-    assert rows == [
-        ("pipedream", 1, 4),
-        ("pipedream-2bw", 4, 1),
-        ("pipedream-2bw", 2, 2),
-        ("xpipe", 2, 2),
-        ("xpipe", 1, 4),
-    ]
-    plain = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=4)))
-    assert [own.schedule for own in plain] == ["pipedream", "pipedream-2bw", "pipedream-2bw"]
-    other = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=32, micro_batches=32)))
-    assert [own.schedule for own in other] == ["pipedream-2bw"]
-
-
-def test_what_pipedreams_programme_may_propose(make_chain: MakeChain) -> None:
-    """Two stages at the least, as many as are allowed at the most, and of 2BW no more than micro-batches."""
-    chain, topology = even(make_chain, 4, (1, 2, 4)), line(4, 1e9)
-    problem = Problem(chain, topology, PlanOptions(mini_batch=4, max_stages=3))
-    pinned = Problem(chain, topology, PlanOptions(mini_batch=4, pins=(("layer2", 1),)))
-    whole, halves = PipelineConfig("pipedream", "never", 1, 4), PipelineConfig("pipedream-2bw", "never", 2, 2)
-    assert [_allows(problem, whole, own) for own in ((4,), (2, 4), (1, 2, 4), (1, 2, 3, 4))] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert [_allows(problem, halves, own) for own in ((2, 4), (1, 2, 4))] == [True, False]
-    assert [_allows(pinned, whole, own) for own in ((2, 4), (3, 4), (1, 2, 4))] == [True, False, False]

@@ -186,9 +186,8 @@ class TestAPlannersOtherPlacement:
         assert named.bound_seconds < 0.999 * named.best.step_seconds
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (s not in (4,))) for s in range(3, 6)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 6))
 def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: MakeChain) -> None:
     """Of four devices of two kinds, every one, for the cuts and replicas of the answer."""
     topology = one_fast()
@@ -212,15 +211,16 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
 
 
 @pytest.mark.parametrize(
-    ("seed", "devices"), [*(pytest.param(seed, 6, marks=pytest.mark.slow) for seed in (1, 2)), (3, 5)]
+    ("seed", "devices", "layers"),
+    [(3, 4, 5), pytest.param(1, 5, 7, marks=pytest.mark.slow), pytest.param(2, 4, 9, marks=pytest.mark.slow)],
 )
 def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
-    seed: int, devices: int, make_chain: MakeChain
+    seed: int, devices: int, layers: int, make_chain: MakeChain
 ) -> None:
     """Every permutation, of devices no two of which are alike, for the cuts and replicas of the answer."""
     groups = tuple(Group(Device(f"kind{i}", None, 1 + 0.3 * i), 1) for i in range(devices))
     topology = Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
-    problem = Problem(make_chain(seed, 9, traffic=0.02, cuts=1.1), topology, PlanOptions(mini_batch=8))
+    problem = Problem(make_chain(seed, layers, traffic=0.02, cuts=1.1), topology, PlanOptions(mini_batch=8))
     best = find_best_plan(problem).best
     assert best is not None
     others = []
@@ -258,7 +258,7 @@ def test_devices_that_are_alike_are_searched(make_chain: MakeChain, monkeypatch:
 
 def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
     """A plan of the searched space below the search's bound: one of the two is wrong."""
-    problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), PlanOptions(mini_batch=4))
+    problem = Problem(make_chain(1, 3, cuts=1.1), one_fast(1), PlanOptions(mini_batch=4))
     found = run_search(problem)
     assert found.best is not None
     wrong = SearchResult(found.best, 2 * found.bound_seconds, found.bound_seconds, exact=True)

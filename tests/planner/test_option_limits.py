@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.machines import device_preset, same_device
 from pplan.cost_models.schedules import device_actions
-from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import chunks_in_flight
 from pplan.planner.candidate import PipelineConfig, Proposal
-from pplan.planner.coverage import _any_plan
-from pplan.planner.explanation.explain_context import with_bandwidth
 from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
-from pplan.planner.other_schedules import propose_other_schedules, propose_parts
+from pplan.planner.other_schedules import propose_parts
 from pplan.planner.plan_options import PlanOptions, read_pins
 from pplan.planner.problem import Problem
-from pplan.planner.weight_moves import _overlap
 
 MakeChain = Callable[..., Chain]
 
@@ -74,76 +68,6 @@ def problem(make_chain: MakeChain) -> Callable[..., Problem]:
     return make
 
 
-ALL = ("1f1b", "gpipe", "naive", "dapple", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
-
-
-@pytest.mark.parametrize(
-    ("options", "schedules"),
-    [
-        ({}, {"1f1b", "gpipe"}),
-        ({"schedule": "zb-h1"}, {"zb-h1"}),
-        ({"runtime": "torchgpipe"}, {"gpipe"}),
-        ({"runtime": "deepspeed"}, {"1f1b"}),
-        ({"runtime": "torch", "recompute": "first_layers"}, {"1f1b", "gpipe"}),
-        ({"planner": "interleaved"}, {"1f1b", "gpipe", "interleaved"}),
-        ({"planner": "interleaved", "runtime": "megatron"}, None),
-    ],
-)
-def test_schedules_that_are_allowed(
-    options: dict[str, Any], schedules: set[str] | None, problem: Callable[..., Problem]
-) -> None:
-    own = problem(mini_batch=8, **options)
-    if schedules is not None:
-        assert set(own.allowed_schedules) == schedules
-        assert all(own.may_run(name) for name in schedules)
-    else:
-        assert own.allowed_schedules == own.schedules
-    assert not own.may_run("pipedream")
-    assert not own.may_run("synthesized-1")
-
-
-def test_any_schedule_is_every_one_that_trains_one_model_step_by_step(
-    problem: Callable[..., Problem],
-) -> None:
-    own = problem(mini_batch=8, schedule="any")
-    assert own.schedules[:2] == ("1f1b", "gpipe")
-    assert set(ALL) <= set(own.schedules)
-    assert not {"pipedream", "pipedream-2bw", "xpipe", "wpipe", "avgpipe"} & set(own.schedules)
-    assert own.heuristic_schedules == own.schedules[2:]
-    made = problem(mini_batch=8, schedule="synthesized")
-    assert made.schedules == own.schedules
-    assert made.may_run("synthesized-0123")
-    assert not own.may_run("synthesized-0123")
-
-
-@pytest.mark.parametrize(
-    ("options", "schedule", "modes"),
-    [
-        ({}, "1f1b", ("by_stage",)),
-        ({}, "gpipe", ("by_stage", "except_last")),
-        ({"recompute": "always"}, "1f1b", ("always",)),
-        ({"recompute": "except_last"}, "gpipe", ("except_last",)),
-        ({"recompute": "first_layers"}, "1f1b", ("first_layers",)),
-        ({"recompute": "first_layers"}, "gpipe", ("first_layers", "except_last")),
-        ({}, "zb-h1", ("never",)),
-        ({"recompute": "always", "schedule": "zb-h1"}, "zb-h1", ("always",)),
-        ({"runtime": "torchgpipe"}, "gpipe", ("never", "except_last", "always")),
-        ({"runtime": "deepspeed"}, "1f1b", ("never", "always")),
-        ({"runtime": "torch"}, "1f1b", ("by_stage",)),
-    ],
-    ids=str,
-)
-def test_ways_to_recompute(
-    options: dict[str, Any], schedule: str, modes: tuple[str, ...], problem: Callable[..., Problem]
-) -> None:
-    assert problem(mini_batch=8, **options).modes(schedule) == modes
-
-
-def test_on_many_devices_except_last_is_not_tried(problem: Callable[..., Problem]) -> None:
-    assert problem(16, 16, mini_batch=32).modes("gpipe") == ("by_stage", "except_last")
-    assert problem(17, 17, mini_batch=34).modes("gpipe") == ("by_stage",)
-
-
 @pytest.mark.parametrize(
     ("options", "ends", "devices", "allowed"),
     [
@@ -174,55 +98,12 @@ def test_proposals_that_are_allowed(
     assert own.allows(Proposal(PipelineConfig(schedule, "never", 4, 2), ends, devices)) == allowed
 
 
-def test_parts_are_allowed_where_the_runtime_has_them(problem: Callable[..., Problem]) -> None:
-    config = PipelineConfig("interleaved", "never", 4, 2, 2)
-    both = Proposal(config, (2, 4, 6, 8), ((0,), (1,), (0,), (1,)))
-    alone = Proposal(config, (4, 8), ((0,), (0,)))
-    free = problem(2, mini_batch=8, schedule="interleaved")
-    assert (free.allows(both), free.allows(alone)) == (True, False)
-    assert problem(2, mini_batch=8, schedule="interleaved", runtime="megatron").allows(both)
-    three = problem(4, mini_batch=8, runtime="deepspeed")
-    uneven = Proposal(PipelineConfig("1f1b", "never", 8, 1), (4, 8), ((0, 1), (2, 3)))
-    assert not three.allows(uneven)  # one sample is not shared by two
-
-
-def test_devices_within_reach_and_numbers_of_stages(problem: Callable[..., Problem]) -> None:
-    one = problem(6, 4, mini_batch=12, runtime="torchgpipe")
-    assert (one.usable_gpus, one.stage_counts, one.replica_sets) == (4, range(1, 5), [(1,)])
-    many = problem(6, 4, mini_batch=12, runtime="deepspeed")
-    assert (many.usable_gpus, many.stage_counts) == (6, range(1, 7))
-    assert many.replica_sets == [(count,) for count in range(1, 7)]
-    free = problem(6, 4, mini_batch=12, max_stages=3)
-    assert (free.stage_counts, free.replica_sets) == (range(1, 4), [tuple(range(1, 7))])
-    assert not free.may_be_deeper
-    assert problem(6, 4, mini_batch=12).may_be_deeper
-    assert problem(6, 4, layers=3, mini_batch=12).stage_counts == range(1, 4)
-    assert problem(40, 8, layers=40, mini_batch=40).stage_counts == range(1, 33)
-
-
 def test_smaller_batches_are_halves(problem: Callable[..., Problem]) -> None:
     """Of 32 samples on each of two devices; none where one was given."""
     assert [own.mini_batch for own in smaller_defaults(problem(2))] == [32, 16, 8, 4, 2]
     assert list(smaller_defaults(problem(2, mini_batch=64))) == []
     fixed = [own.mini_batch for own in smaller_defaults(problem(2, micro_batches=16))]
     assert fixed == [32, 16]
-
-
-def test_shapes_under_other_schedules(problem: Callable[..., Problem]) -> None:
-    """Balanced ones of 1, 2, 4 stages and of the most; the best plan's own; no others' schedules."""
-    own = problem(6, mini_batch=8, micro_batches=8, schedule="any")
-    made = list(propose_other_schedules(own, ("zb-h1",), None))
-    assert {len(proposal.ends) for proposal in made} == {1, 2, 4, 6}
-    assert {proposal.config.schedule for proposal in made} == {"zb-h1"}
-    assert all(
-        proposal.devices == tuple((stage,) for stage in range(len(proposal.ends))) for proposal in made
-    )
-    best: Any = type("Best", (), {"proposal": replace(made[0], ends=(1, 5, 8), devices=((0, 1), (2,), (3,)))})
-    with_best = list(propose_other_schedules(own, ("zb-h1",), best))
-    assert {proposal.devices for proposal in with_best} >= {((0, 1), (2,), (3,))} or own.options.micro_batches
-    assert {len(proposal.ends) for proposal in with_best} == {1, 2, 3, 4, 6}
-    assert list(propose_other_schedules(own, (), best)) == []
-    assert list(propose_other_schedules(own, ("interleaved",), best)) == []
 
 
 def test_balanced_parts_of_other_schedules(problem: Callable[..., Problem]) -> None:
@@ -277,52 +158,6 @@ def test_an_error_says_its_details_to_programs() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("schedules", "names"),
-    [(("1f1b",), "1f1b"), (("1f1b", "gpipe"), "1f1b and gpipe"), (("a", "b", "c"), "a, b and c")],
-)
-def test_schedules_in_a_sentence(
-    schedules: tuple[str, ...], names: str, problem: Callable[..., Problem]
-) -> None:
-    one = problem(1, mini_batch=8, micro_batches=4)
-    assert _any_plan(one, schedules) == (
-        f"all plans of {names} with 4 micro-batches: any cuts and recomputation"
-    )
-    two = problem(2, mini_batch=8, micro_batches=4)
-    assert _any_plan(two, schedules) == (
-        f"all plans of {names} with 4 micro-batches: any cuts, replicas and recomputation, any order of the "
-        "devices"
-    )
-
-
-def test_bandwidth_between_nodes_of_three_levels() -> None:
-    """Sockets of two in nodes of four in racks: only what joins nodes varies."""
-    levels = (
-        Level("socket", 2, Link(8e9, 0.0)),
-        Level("node", 2, Link(4e9, 0.0)),
-        Level("network", None, Link(1e9, 0.0)),
-    )
-    topology = Topology((Group(Device("toy", None), 8),), levels)
-    assert topology.gpus_per_node == 4
-    rates = [
-        level.link.bandwidth_bytes_per_second
-        for level in with_bandwidth(topology, 2.0, between_nodes=True).levels
-    ]
-    assert rates == [8e9, 4e9, 2e9]
-    assert [own.link.bandwidth_bytes_per_second for own in with_bandwidth(topology, 0.5).levels] == [
-        4e9,
-        2e9,
-        0.5e9,
-    ]
-
-
-def test_names_of_one_device() -> None:
-    assert same_device("toy", "toy")
-    assert not same_device("toy", "other")
-    assert same_device("NVIDIA H100 80GB HBM3", device_preset("NVIDIA H100 80GB HBM3").title)  # type: ignore[union-attr]
-    assert not same_device("NVIDIA H100 80GB HBM3", "toy")
-
-
 def test_replicas_that_any_plan_may_have(problem: Callable[..., Problem]) -> None:
     """Up to 64 devices every number; beyond, of those with shares of as many samples the fewest."""
     assert problem(64, 64, mini_batch=8, micro_batches=1).replica_choices(8) == [tuple(range(1, 9))]
@@ -334,15 +169,6 @@ def test_replicas_that_any_plan_may_have(problem: Callable[..., Problem]) -> Non
     assert not problem(65, 65, mini_batch=65, runtime="deepspeed").any_count
     long = problem(2, layers=300, mini_batch=8)
     assert (long.space.is_long, long.any_count) == (True, True)
-
-
-def test_bytes_of_layers_that_two_have() -> None:
-    weights = np.array([1.0, 2, 3, 4])
-    assert _overlap(weights, (0, 3), (1, 4)) == 5.0
-    assert _overlap(weights, (0, 2), (2, 4)) == 0.0
-    assert _overlap(weights, (0, 1), (2, 4)) == 0.0
-    assert _overlap(weights, None, (2, 4)) == 0.0
-    assert _overlap(weights, (1, 2), (0, 4)) == 2.0
 
 
 def test_peaks_of_interleaved_devices_by_hand() -> None:
@@ -369,12 +195,3 @@ def test_peaks_of_interleaved_devices_by_hand() -> None:
                 if one != other
             )
             assert len(set(peaks)) == len(peaks)
-
-
-def test_whole_model_under_other_schedules(problem: Callable[..., Problem]) -> None:
-    """On all devices, also where they do not share a micro-batch evenly: 3, 3 and 2 samples."""
-    own = problem(3, mini_batch=8, micro_batches=1, schedule="zb-h2")
-    replicas = [proposal.replicas for proposal in propose_other_schedules(own, ("zb-h2",), None)]
-    assert (3,) in replicas
-    alone = problem(3, mini_batch=8, micro_batches=8, schedule="zb-h2")
-    assert all(max(own.replicas) == 1 for own in propose_other_schedules(alone, ("zb-h2",), None))

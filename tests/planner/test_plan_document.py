@@ -11,117 +11,17 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.alternatives import _in_order, _in_words, _recomputes, baseline_row, larger_micro_batches
+from pplan.planner.alternatives import larger_micro_batches
 from pplan.planner.asynchronous import bubble
 from pplan.planner.build_plan import list_norm_warnings
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
-from pplan.planner.plan_file import plan_recompute, plan_row, run_in_words
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_simulation import busy_seconds, energy_joules, list_prediction_limits, plan_stages
+from pplan.planner.plan_simulation import busy_seconds, list_prediction_limits, plan_stages
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 
 MakeChain = Callable[..., Chain]
-
-
-def plan(
-    devices: tuple[tuple[int, ...], ...],
-    modes: tuple[str, ...] = ("never", "never"),
-    *,
-    schedule: str = "1f1b",
-    virtual_stages: int = 1,
-    ends: tuple[int, ...] | None = None,
-) -> ScoredPlan:
-    config = PipelineConfig(schedule, "by_stage", 4, 8, virtual_stages)
-    proposal = Proposal(config, ends or tuple(range(1, len(devices) + 1)), devices)
-    return ScoredPlan(proposal, modes, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("modes", "word", "run"),
-    [
-        (("never", "never"), "never", "4 x 8, 1f1b, recompute never"),
-        (("always", "always"), "always", "4 x 8, 1f1b, recompute always"),
-        (("except_last", "except_last"), "except_last", "4 x 8, 1f1b, recompute except last"),
-        (("never", "always"), "by_stage", "4 x 8, 1f1b, recompute by stage"),
-        (("first_2", "first_2"), "by_stage", "4 x 8, 1f1b, recompute first 2"),
-    ],
-)
-def test_what_is_recomputed_in_a_word(modes: tuple[str, ...], word: str, run: str) -> None:
-    own = plan(((0,), (1,)), modes)
-    assert plan_recompute(own) == word
-    assert run_in_words(own) == run
-
-
-def test_summaries() -> None:
-    """Two devices with two parts each, and three with replicas."""
-    parts = plan(
-        ((0,), (1,), (0,), (1,)), ("never",) * 4, schedule="interleaved", virtual_stages=2, ends=(1, 3, 6, 10)
-    )
-    assert run_in_words(parts) == "4 x 8, interleaved, 2 virtual stages, recompute never"
-    own = plan_row(parts)
-    assert own.pipeline_stages == 2
-    assert own.balance == [1, 2, 3, 4]
-    assert own.devices == [[0], [1], [0], [1]]
-    assert (own.micro_batches, own.micro_batch_size, own.virtual_stages) == (4, 8, 2)
-    assert own.samples_per_second == 4 * 8 / 2.0
-    shared = plan_row(plan(((0, 1), (2,))))
-    assert (shared.pipeline_stages, shared.replicas) == (2, [2, 1])
-    assert _in_words(parts) == "2 stages; 4 x 8, interleaved, 2 virtual stages, recompute never"
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [
-        (((0,),), "4 x 8, 1f1b, recompute never"),
-        (((0,), (1,)), "2 stages; 4 x 8, 1f1b, recompute never"),
-        (((0, 1),), "1 stage, replicas 2; 4 x 8, 1f1b, recompute never"),
-        (((0, 1), (2,)), "2 stages, replicas 2-1; 4 x 8, 1f1b, recompute never"),
-        (
-            (*((stage,) for stage in range(17)), (17, 18)),
-            f"18 stages, replicas {'-'.join('1' * 16)}; 4 x 8, 1f1b, recompute never",
-        ),
-    ],
-)
-def test_baselines_in_words(devices: tuple[tuple[int, ...], ...], words: str) -> None:
-    own = plan(devices, ("never",) * len(devices))
-    row = baseline_row("even", own)
-    assert (row.detail, row.step_seconds, row.reason) == (words, 2.0, None)
-    none = baseline_row("even", "does not fit")
-    assert (none.step_seconds, none.reason) == (None, "does not fit")
-
-
-def test_devices_in_rank_order() -> None:
-    assert _in_order(plan(((2, 3), (0,)))) == ((0, 1), (2,))
-
-
-def test_which_runtimes_recompute_so() -> None:
-    """One that recomputes by stage, and one that does not, of whole stages or nothing."""
-    by_stage = {
-        name: [_recomputes(find_runtime(name), plan(((0,), (1,)), modes)) for modes in MODES]
-        for name in ("torch", "deepspeed", "torchgpipe")
-    }
-    assert by_stage == {
-        "torch": [True, True, True, False],
-        "deepspeed": [True, True, False, False],
-        "torchgpipe": [True, True, False, True],
-    }
-
-
-MODES = (("never", "never"), ("always", "always"), ("never", "always"), ("except_last", "except_last"))
-
-
-def test_energy_by_hand() -> None:
-    """Rank 0 computes 3 s of 5 and rank 2 all; rank 1 is not used."""
-    groups = (Group(Device("a", None), 2), Group(Device("b", None), 1))
-    topology = Topology(groups, (Level("node", None, Link(1.0, 0.0)),))
-    watts = {"a": (100.0, 10.0), "b": (7.0, 1.0)}
-    assert energy_joules(topology, {0: 3.0, 2: 5.0}, 5.0, watts) == 3 * 100 + 2 * 10 + 5 * 7
-    assert energy_joules(topology, {0: 6.0}, 5.0, watts) == 600.0  # waits for nothing
-    assert energy_joules(topology, {0: 3.0}, 5.0, {"a": (100.0, 10.0)}) == 320.0
-    assert energy_joules(topology, {0: 3.0, 2: 5.0}, 5.0, {"a": (100.0, 10.0)}) is None
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
-from pplan.planner.balance import balance
 from pplan.planner.build_plan import build_problem
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
@@ -62,22 +60,6 @@ def test_a_plan_as_it_is_takes_what_it_says(
         assert own.terms == stage.memory
 
 
-def test_plans_of_several_stages_were_among_them(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    plan = _solved(make_chain(0, 12), make_topology(4, latency=0.01), mini_batch=16, schedule="1f1b")
-    assert len(plan.stages) > 1
-
-
-def test_data_parallelism_as_it_is_takes_what_it_says(
-    make_chain: MakeChain, make_topology: MakeTopology
-) -> None:
-    chain, topology = make_chain(1, 6, traffic=1e4), make_topology(4)
-    plan = _solved(chain, topology, mini_batch=16)
-    assert plan.replicas == [4]
-    found = simulate_plan(plan, chain, topology)
-    assert found.timeline.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-12)
-    assert found.memory[0].terms == plan.stages[0].memory
-
-
 def test_a_faster_device_scales_the_computing(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(2, 10), make_topology(3)
     fast = Topology(
@@ -105,49 +87,6 @@ def plan(chain: Chain, make_topology: MakeTopology) -> Plan:
     return plan
 
 
-def test_other_micro_batches_are_of_another_size(
-    chain: Chain, plan: Plan, make_topology: MakeTopology
-) -> None:
-    found = simulate_plan(plan, chain, make_topology(4), Overrides(micro_batches=4))
-    assert (found.micro_batches, found.timeline.program.micro_batches) == (4, 4)
-    costs = chain.at(4)
-    first, last = found.layers[1][0]
-    own = slice(first, last + 1)
-    work = (costs.forward_seconds[own] + costs.backward_seconds[own]).sum()
-    assert found.timeline.busy_seconds[1] == pytest.approx(4 * work)
-
-
-def test_other_stages_are_cut_by_the_exact_balance(
-    chain: Chain, plan: Plan, make_topology: MakeTopology
-) -> None:
-    found = simulate_plan(plan, chain, make_topology(6), Overrides(stages=6))
-    costs = chain.at(plan.micro_batch_size)
-    counts = balance(costs.forward_seconds + costs.backward_seconds, 6, cut_after=chain.cut_after)
-    assert [last - first + 1 for ((first, last),) in found.layers] == counts
-    assert any("cut anew" in note and ", ".join(map(str, counts)) in note for note in found.notes)
-    recompute = simulate_plan(plan, chain, make_topology(4), Overrides(stages=4))
-    assert recompute.timeline.step_seconds == plan.prediction.step_seconds
-
-
-def test_virtual_stages_go_round_the_devices(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
-    found = simulate_plan(plan, chain, make_topology(4), Overrides(schedule="interleaved"))
-    assert found.virtual_stages == 2
-    ends = [own[chunk] for chunk in range(2) for own in found.layers]
-    assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
-    assert ends[-1][1] == len(chain) - 1
-
-
-def test_a_split_backward_is_the_whole_one(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
-    found = simulate_plan(plan, chain, make_topology(4), Overrides(schedule="zb-h1"))
-    own = simulate_plan(plan, chain, make_topology(4))
-    assert found.timeline.busy_seconds == pytest.approx(own.timeline.busy_seconds)
-    weights = sum(s.end - s.start for s in found.timeline.spans if s.action.kind == "W")
-    costs = chain.at(plan.micro_batch_size)
-    trained = costs.backward_seconds[chain.trainable_bytes > 0].sum()
-    assert weights == pytest.approx(plan.micro_batches * trained / 2)
-    assert any("50 %" in note for note in found.notes)
-
-
 def test_what_torch_runs_again_for_weight_gradients_is_said(
     chain: Chain, plan: Plan, make_topology: MakeTopology
 ) -> None:
@@ -159,37 +98,6 @@ def test_what_torch_runs_again_for_weight_gradients_is_said(
         recomputing = plan.model_copy(update={"recompute": recompute})
         own = simulate_plan(recomputing, chain, make_topology(4), Overrides(schedule=schedule))
         assert any("for the weight gradients, too" in note for note in own.notes) == said
-
-
-def test_parts_of_the_backward_that_were_measured(
-    chain: Chain, plan: Plan, make_topology: MakeTopology
-) -> None:
-    known = replace(
-        chain,
-        backward_input_seconds=0.7 * chain.backward_seconds,
-        backward_weight_seconds=0.6 * chain.backward_seconds,
-    )
-    found = simulate_plan(plan, known, make_topology(4), Overrides(schedule="zb-h1"))
-    assert not any("taken as the weight gradient" in note for note in found.notes)
-    durations = dict.fromkeys("FBW", 0.0)
-    for span in found.timeline.spans:
-        durations[span.action.kind] += span.end - span.start
-    whole = simulate_plan(plan, chain, make_topology(4), Overrides(schedule="zb-h1"))
-    backward = sum(span.end - span.start for span in whole.timeline.spans if span.action.kind != "F")
-    assert durations["B"] == pytest.approx(0.7 * backward)
-    assert durations["W"] == pytest.approx(0.6 * backward)
-
-
-def test_chimera_reduces_over_both_copies(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
-    topology = make_topology(4)
-    found = simulate_plan(plan, chain, topology, Overrides(schedule="chimera"))
-    costs = found.timeline.costs.all_reduce
-    assert costs is not None
-    first, last = found.layers[0][0]
-    gradients = float(chain.trainable_bytes[first : last + 1].sum())
-    assert costs[0, 0] == costs[3, 1] == pytest.approx(all_reduce_seconds(topology, [0, 3], gradients))
-    assert found.layers[0] == (found.layers[3][1], found.layers[3][0])
-    assert found.memory[0].terms["weights"] == pytest.approx(found.memory[3].terms["weights"], abs=2)
 
 
 def test_replicas_share_a_micro_batch(chain: Chain, plan: Plan, make_topology: MakeTopology) -> None:
@@ -333,12 +241,6 @@ def test_replicas_of_several_kinds_fit_on_the_least_memory(
     found = simulate_plan(shared, chain, Topology(kinds, make_topology(6).levels))
     assert [own.limit_bytes for own in found.memory] == [None, None, None, 100]
     assert any(note.startswith("it does not fit: stage 3 needs ") for note in found.notes)
-
-
-def test_devices_needed(plan: Plan) -> None:
-    assert count_devices(plan, Overrides()) == 4
-    assert count_devices(plan, Overrides(stages=7)) == 7
-    assert count_devices(plan.model_copy(update={"gpus": 8}), Overrides(stages=7)) == 8
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,7 @@ from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import (
-    MOST_SCORED,
-    MOST_TRIED,
-    _score_linear,
     _score_long,
-    _score_trials,
-    _Trial,
     _trials,
     busiest_seconds,
     device_modes,
@@ -33,8 +27,7 @@ from pplan.planner.scoring import (
     possible,
 )
 from pplan.planner.search import linear_groups
-from pplan.planner.search.budget import SearchBudget
-from pplan.planner.search.linear_groups import group_alike, linear_group
+from pplan.planner.search.linear_groups import linear_group
 
 Patch = pytest.MonkeyPatch
 MakeChain = Callable[..., Chain]
@@ -60,54 +53,6 @@ class Clock:
     @property
     def over(self) -> bool:
         return len(self.scored) >= self.most
-
-
-def run_trials(
-    rows: list[tuple[float, bool, float | None]], limit: float, most: float, optional: bool
-) -> Any:
-    """Rows of bound, tightness and step. The plan's step, and which were scored below which limit."""
-    clock = Clock(most)
-
-    def score(step: float | None, number: int, limit: float) -> ScoredPlan | None:
-        clock.scored.append((number, limit))
-        return None if step is None or step >= limit else plan(step)
-
-    trials = [_Trial(bound, tight, partial(score, step, n)) for n, (bound, tight, step) in enumerate(rows)]
-    space: Any = SimpleNamespace(budget=clock)
-    best = _score_trials(space, trials, limit, optional=optional)
-    return None if best is None else best.step_seconds, clock.scored
-
-
-def test_trials_until_none_may_be_faster() -> None:
-    rows = [
-        (1.0, True, None),
-        (2.0, True, 7.0),
-        (3.0, False, 9.0),
-        (4.0, True, 5.0),
-        (5.0, True, 5.0),
-        (6.0, True, 1.0),
-    ]
-    assert run_trials(rows, inf, inf, False) == (5.0, [(0, inf), (1, inf), (2, 7.0), (3, 7.0)])
-    assert run_trials(rows, 4.0, inf, False) == (None, [(0, 4.0), (1, 4.0), (2, 4.0)])
-    # Out of time: one is scored at the least, as long as none is known; an optional one is not.
-    assert run_trials(rows, inf, 0, False) == (7.0, [(0, inf), (1, inf)])
-    assert run_trials(rows, inf, 0, True) == (None, [])
-    assert run_trials(rows, inf, 3, True)[1] == [(0, inf), (1, inf), (2, 7.0)]
-    assert run_trials([], inf, inf, False) == (None, [])
-
-
-def test_of_loose_bounds_only_so_many_are_scored() -> None:
-    loose = [(1.0, False, None)] * (MOST_TRIED + 3)
-    _, scored = run_trials([*loose, (2.0, True, 5.0), (3.0, False, 1.0)], inf, inf, False)
-    assert [number for number, _ in scored] == [*range(MOST_TRIED), MOST_TRIED + 3]
-
-
-def test_proposals_side_by_side() -> None:
-    """Those of one configuration with as many parts, in the order of the first of each."""
-    other = replace(CONFIG, micro_batches=8)
-    rows = [proposal(3, 6), proposal(6), proposal(2, 6), proposal(1, 6, config=other), proposal(5, 6)]
-    assert group_alike(rows) == [[rows[0], rows[2], rows[4]], [rows[1]], [rows[3]]]
-    assert group_alike([]) == []
 
 
 def test_pipelines_that_fit_as_far_as_the_time_goes(monkeypatch: Patch) -> None:
@@ -144,15 +89,6 @@ def test_pipelines_that_fit_as_far_as_the_time_goes(monkeypatch: Patch) -> None:
     assert linear_group(space, [rows[0]]) is None
     trials = list(_trials(space, [rows[1], rows[2]], optional=False))
     assert [(trial.bound, trial.tight) for trial in trials] == [(1.0, True), (2.0, True)]
-
-
-def test_a_linear_step_is_below_the_limit() -> None:
-    selected = SimpleNamespace(step_seconds=lambda: np.array([5.0]))
-    pipelines: Any = SimpleNamespace(select=lambda rows: selected if rows.tolist() == [1] else None)
-    row = proposal(3, 6), ("never", "always")
-    group: Any = SimpleNamespace(pipelines=pipelines, rows=[None, row])
-    assert _score_linear(group, 1, 5.1) == ScoredPlan(*row, 5.0)
-    assert _score_linear(group, 1, 5.0) is None
 
 
 class TestLong:
@@ -202,15 +138,6 @@ class TestLong:
             5.0,
             [(2, inf), (3, inf), (4, inf)],
         )
-
-    def test_so_many_are_tried(self, monkeypatch: Patch) -> None:
-        """And fewer of those that fit; of other schedules each counts as fitting."""
-        works = [3.0 + number / 1024 for number in range(MOST_TRIED + 5)]
-        none = self.run(works, monkeypatch, fits=lambda _: False)
-        assert none == (None, [(number + 1, inf) for number in range(MOST_TRIED)])
-        assert len(self.run(works, monkeypatch)[1]) == MOST_SCORED
-        other = self.run(works, monkeypatch, fits=lambda _: False, schedule="zb-h1")
-        assert len(other[1]) == MOST_SCORED
 
 
 @pytest.mark.parametrize("optional", [True, False])
@@ -316,22 +243,3 @@ def test_what_may_be_run(make_chain: MakeChain, make_topology: MakeTopology) -> 
     with pytest.raises(UsageError, match="3 parts of the layers with 2 virtual stages a device"):
         make_program(proposal(1, 2, 6, config=several))
     assert make_program(proposal(3, 6)).devices == 2
-
-
-def test_what_work_is_counted() -> None:
-    """About 1.5 microseconds an action of one plan, of several side by side 3 and 25 nanoseconds a plan."""
-    for plans, actions, expected in ((1, 10, 115_000), (2, 10, 130_500), (40, 10, 140_000), (1, 0, 100_000)):
-        budget = SearchBudget(1e6)
-        budget.simulate(plans, actions)
-        assert budget.remaining == 1e6 - expected
-    budget = SearchBudget(1e6)
-    budget.extend(300)
-    assert budget.remaining == 500_000
-    now = [3.0]
-    timed = SearchBudget(1e6, 4.0, lambda: now[0])
-    assert (timed.end, timed.seconds_left) == (7.0, 4.0)
-    assert timed.part(share=0.25).end == 4.0
-    assert (timed.part().end, SearchBudget().part(share=0.25).end) == (7.0, inf)
-    now[0] = 9.0
-    assert timed.seconds_left == 0.0
-    assert timed.part(share=0.5).end == 9.0

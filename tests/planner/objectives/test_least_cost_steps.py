@@ -5,20 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pplan.cost_models.errors import DefectError
-from pplan.cost_models.schedules import MOST_COPIES
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import least_cost as module
 from pplan.planner.objectives.least_cost import HOUR, _CostSearch
-from pplan.planner.plan_file import TIE
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.placements import EVERY_COUNT
@@ -34,23 +30,6 @@ def plan(seconds: float, *ranks: int) -> ScoredPlan:
 
 def search(problem: Any, hourly: list[float], result: Any = None) -> Any:
     return _CostSearch(problem, hourly, SimpleNamespace(result=result))  # type: ignore[arg-type]
-
-
-def test_dollars_a_sample(make_problem: MakeProblem) -> None:
-    """Of a step of four samples on devices that cost so much an hour."""
-    own = search(make_problem(1, 4, 3), [2.0, 3.0, 7.0])
-    assert own.dollars(plan(1.0, 0, 2)) == 9.0
-    assert own._cost(9.0, 1800.0) == pytest.approx(9.0 / 2 / 4)
-    own._take(plan(1800.0, 0, 2))
-    assert (own.cost, own.best) == (pytest.approx(1.125), plan(1800.0, 0, 2))
-    own._take(plan(1800.0 * (1 - TIE / 2), 0, 2))
-    assert own.best == plan(1800.0, 0, 2)
-    own._take(plan(3000.0, 0))
-    assert own.cost == pytest.approx(2.0 * 3000 / 3600 / 4)
-    own._bound(2, 1800.0)
-    assert own.bound == pytest.approx(5.0 / 2 / 4)
-    own._bound(3, 1800.0)
-    assert own.bound == pytest.approx(5.0 / 2 / 4)
 
 
 def test_numbers_of_devices(make_problem: MakeProblem) -> None:
@@ -118,66 +97,6 @@ def kinds(problem: Problem) -> Problem:
     return replace(problem, topology=Topology(groups, problem.topology.levels))
 
 
-def test_devices_of_one_kind(make_problem: MakeProblem) -> None:
-    """The named planners' plans, and every number of each; and a bound on plans on any."""
-    asked = list[Any]()
-    own = search(kinds(make_problem(1, 4, 3)), [2.0, 1.0, 1.0])
-    own._look_at_group = lambda group, start: asked.append((group.device.name, group.number, start))
-    own._work_cost = lambda: 0.25
-    own.bound = 0.5
-    own.answer.by_planner = {"even": plan(7200.0, 0), "megatron": "no blocks", "dapple": plan(3600.0, 1)}
-    own._look_at_kinds()
-    assert own.best == plan(3600.0, 1)
-    assert asked == [("fast", 1, 0), ("slow", 1, 1), ("slow", 2, 1)]
-    assert own.bound == 0.25
-
-
-def test_a_group_is_scored_on_its_own_devices(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    problem = kinds(make_problem(1, 4, 3))
-    own, asked = search(problem, [2.0, 1.0, 1.0]), list[Any]()
-
-    def score(_: Any, proposals: Any) -> Any:
-        asked.append([each.devices for each in proposals])
-        return plan(1900.0, 1, 2)
-
-    monkeypatch.setattr(module, "universal_bound", lambda *_: 1800.0)
-    monkeypatch.setattr(module, "fastest", score)
-    found = SimpleNamespace(best=plan(1850.0, 0, 1))
-
-    def again(alone: Problem, seeds: Any) -> Any:
-        asked.append((alone.gpus, seeds))
-        return found
-
-    monkeypatch.setattr(module, "search_again", again)
-    group = problem.topology.groups[1]
-    own._look_at_group(group, 1)
-    assert asked == [(2, []), [((1, 2),)]]
-    assert own.cost == pytest.approx(2.0 * 1900 / 3600 / 4)
-    own.cost, own.best = 2.0 * 1800 / 3600 / 4, None
-    own._look_at_group(group, 1)  # no cheaper
-    assert len(asked) == 2
-    own.cost = inf
-    found.best = None
-    own._look_at_group(group, 1)
-    assert own.best is None
-
-
-@pytest.mark.parametrize("optimum", ["fast", "slow"])
-def test_work_where_it_is_the_cheapest(optimum: str, make_problem: MakeProblem) -> None:
-    """Of each layer on either kind, at its price; of several micro-batches only the first of each copy of the
-    weights adds to no gradients. Twice the speed for three times the price, or for half as much more."""
-    small = kinds(make_problem(1, 4, 3, mini_batch=8, micro_batches=8, recompute="never"))
-    chain = replace(small.chain, accumulation_seconds=0.4 * small.chain.backward_seconds.min(axis=1))
-    problem = replace(small, chain=chain)
-    fast = {"fast": 1.5, "slow": 3.0}[optimum]
-    own = search(problem, [fast, 1.0, 1.0])
-    costs = chain.at(1)
-    work = costs.forward_seconds + costs.mean_backward(min(1.0, MOST_COPIES / 8))
-    cheapest = min(fast * 1.0, 1.0 * 2.0)
-    assert own._work_cost() == pytest.approx(8 * cheapest * float(work.sum()) / HOUR / 8)
-    assert float(np.abs(costs.backward_seconds - costs.mean_backward(MOST_COPIES / 8)).sum()) > 0
-
-
 @pytest.mark.parametrize(
     ("bound", "work", "expected"), [(0.5, 0.25, 0.5), (1.0, 0.25, 1.0), (1.5, 0.25, 0.25), (1.5, 1.0, 1.0)]
 )
@@ -197,18 +116,3 @@ def test_what_is_proven(bound: float, work: float, expected: float, make_problem
         own._work_cost = lambda: 1.5
         with pytest.raises(DefectError, match=r"a plan of 1.0 dollars a sample is below its bound of 1.5"):
             own.run()
-
-
-@pytest.mark.parametrize(
-    ("use_all", "several", "asked"), [(False, True, 1), (True, True, 0), (False, False, 0)]
-)
-def test_where_kinds_are_looked_at(
-    use_all: bool, several: bool, asked: int, make_problem: MakeProblem
-) -> None:
-    problem = make_problem(1, 4, 3, use_all=use_all)
-    own, looked = search(kinds(problem) if several else problem, [1.0] * 3), list[int]()
-    own._counts = list
-    own._look_at_kinds = lambda: looked.append(1)
-    own.cost = inf
-    own.run()
-    assert len(looked) == asked

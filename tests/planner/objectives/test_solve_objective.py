@@ -14,15 +14,12 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import solve_objective as solving
-from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import (
-    _additional_space,
     _note,
     _robust_aim,
     optimize,
     step_time,
 )
-from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 
@@ -30,7 +27,6 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 MakeProblem = Callable[..., Problem]
 Patch = pytest.MonkeyPatch
-REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
 @pytest.fixture
@@ -45,10 +41,6 @@ def small_problem(make_chain: MakeChain, make_topology: MakeTopology) -> MakePro
 
 def plan(seconds: float = 2.0) -> ScoredPlan:
     return ScoredPlan(Proposal(PipelineConfig("1f1b", "never", 4, 2), (6,), ((0,),)), ("never",), seconds)
-
-
-def objective(name: str, **more: Any) -> Objective:
-    return Objective(name=name, **more)
 
 
 @pytest.mark.parametrize(
@@ -85,27 +77,6 @@ def test_who_is_asked(
             answer(recompute="first_layers")
     else:
         assert answer(recompute="first_layers") == asked
-
-
-def test_what_an_objective_searches_besides(small_problem: MakeProblem, monkeypatch: Patch) -> None:
-    own: Any = SimpleNamespace(name="step-time")
-    assert _additional_space(own, small_problem()) == ""
-    own.name = "cost"
-    assert (
-        _additional_space(own, small_problem())
-        == "; each on the first so many devices, or on those of one kind"
-    )
-    own.name = "throughput"
-    monkeypatch.setattr("pplan.planner.objectives.throughput.asynchronous_names", lambda _: ["a", "b", "c"])
-    order = ", consecutive devices in rank order"
-    assert _additional_space(own, small_problem()) == f"; and a, b and c of two stages or more{order}"
-    assert _additional_space(own, small_problem(1)) == "; and a, b and c of two stages or more"
-    monkeypatch.setattr(
-        "pplan.planner.objectives.throughput.asynchronous_names", lambda _: ["a", "b", "wpipe"]
-    )
-    pairs = "wpipe on the first devices of these orders, with as many replicas of every stage"
-    text = f"; and a and b of two stages or more{order}, and {pairs}"
-    assert _additional_space(own, small_problem()) == text
 
 
 def test_plans_that_suit_draws_of_the_seconds(small_problem: MakeProblem, monkeypatch: Patch) -> None:

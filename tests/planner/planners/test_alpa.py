@@ -13,7 +13,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.topology import Topology
 from pplan.planner.planners import PLANNERS
-from pplan.planner.planners.alpa import find_alpa_plan, place_submeshes, submeshes
+from pplan.planner.planners.alpa import find_alpa_plan, submeshes
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -109,48 +109,6 @@ def test_brute_force(seeds: range, make_chain: MakeChain, make_topology: MakeTop
     assert several > len(seeds) // 4
     assert replicated_pipeline > len(seeds) // 4
     assert recomputing > len(seeds) // 60
-
-
-def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    space = Space(make_chain(1, 8, traffic=0.01, cuts=1.0), make_topology(4, per_node=2), "sgd")
-    choice = MicroBatchChoice("1f1b", 8, 2, ("never",))
-    more, two = find_alpa_plan(space, choice, 4), find_alpa_plan(space, choice, 4, 2)
-    assert more is not None
-    assert two is not None
-    assert len(more.ends) > len(two.ends) == 2
-    assert two.seconds > more.seconds
-
-
-@pytest.mark.parametrize(
-    ("gpus", "per_node", "sizes"),
-    [
-        (1, 8, [1]),
-        (8, 8, [1, 2, 4, 8]),
-        (32, 8, [1, 2, 4, 8, 16, 24, 32]),
-        (6, 8, [1, 2, 4, 6]),
-        (12, 6, [1, 2, 6, 12]),
-        (12, 8, [1, 2, 4, 8, 12]),
-        (3, 1, [1, 2, 3]),
-    ],
-)
-def test_submeshes(gpus: int, per_node: int, sizes: list[int]) -> None:
-    assert submeshes(gpus, per_node) == sizes
-
-
-def test_the_largest_stages_take_their_devices_first() -> None:
-    assert place_submeshes([1, 4, 2, 1]) == ((6,), (0, 1, 2, 3), (4, 5), (7,))
-
-
-@pytest.mark.parametrize(("gpus", "per_node"), [(8, 4), (12, 6), (12, 4), (10, 4), (6, 8)])
-def test_no_stage_lies_across_more_nodes_than_it_must(gpus: int, per_node: int) -> None:
-    sizes = submeshes(gpus, per_node)
-    for stages in range(1, 5):
-        for replicas in product(sizes, repeat=stages):
-            if sum(replicas) == gpus:
-                devices = place_submeshes(replicas)
-                assert sorted(rank for own in devices for rank in own) == list(range(gpus))
-                for own in devices:
-                    assert len({rank // per_node for rank in own}) == -(-len(own) // per_node)
 
 
 @pytest.mark.parametrize("runtime", [None, "torchgpipe", "deepspeed"])

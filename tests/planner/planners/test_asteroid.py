@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations, pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +11,10 @@ import pytest
 from pplan.cost_models.collectives import Routes, all_reduce_seconds
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, total
-from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners import PLANNERS, asteroid
+from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.asteroid import (
     AsteroidPlan,
     AsteroidSearch,
@@ -219,53 +216,3 @@ def test_what_unequal_shares_hold_and_compute(micro_batches: int, make_chain: Ma
         1: 0.0,
         2: pytest.approx(micro_batches * seconds[2:].sum() * scales[1]),
     }
-
-
-@pytest.mark.parametrize(
-    ("rule", "gpus", "each", "sizes"),
-    [
-        ("any", 3, 1, [[1, 2, 3]]),
-        ("equal", 3, 1, [[1], [2], [3]]),
-        ("none", 3, 1, [[1]]),
-        ("any", 20, 2, [list(range(1, 11))]),  # groups of two, in nodes of ten
-        ("equal", 20, 2, [[own] for own in range(1, 11)]),
-        ("none", 20, 1, [[1]]),
-    ],
-)
-def test_which_groups_are_searched(
-    rule: str,
-    gpus: int,
-    each: int,
-    sizes: list[list[int]],
-    make_chain: MakeChain,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Devices with most memory first; the plan with the least latency, the first of equal ones, its ends in
-    layers."""
-    asked, latencies = list[Any](), iter([3.0, 2.0, 2.0, *[9.0] * 20])
-
-    class Search:
-        def __init__(self, _: Any, __: Any, order: Any, each: int, own: Any) -> None:
-            asked.append((order, each, list(own)))
-            self.number = len(asked)
-
-        def best(self, most: int) -> Any:
-            assert most == min(gpus // each, 4)
-            name = ((self.number,),)
-            return AsteroidPlan((2, 6), name, name, next(latencies))
-
-    link = Link(20.0, 0.1)
-    kinds = (Group(Device("small", 1000), gpus - 1), Group(Device("large", 2000), 1))
-    levels = two_level_topology(kinds[0].device, gpus, 10, link, link).levels
-    options = PlanOptions(mini_batch=4, max_stages=4)
-    problem = Problem(make_chain(1, 6, cuts=1.1), Topology(kinds, levels), options)
-    monkeypatch.setattr(asteroid, "AsteroidSearch", Search)
-    runtime: Any = None if rule == "any" else SimpleNamespace(replicas=rule)
-    vars(problem)["space"] = replace(problem.space, runtime=runtime)
-    plan = asteroid.find_asteroid_plan(problem, MicroBatchChoice("1f1b", 4, 1, ("never",)))
-    order = (gpus - 1, *range(gpus - 1))
-    assert asked == [(order, each, own) for own in sizes]
-    assert plan is not None
-    assert plan.ends == (2, 6)
-    assert plan.latency_seconds == (3.0 if len(sizes) == 1 else 2.0)
-    assert plan.devices == ((1 if len(sizes) == 1 else 2,),)

@@ -198,29 +198,6 @@ class TestByHand:
         tiers = (Tier(machines, 10.0),)
         return instance([6, 3, 1], [0, 0, 100], [50, 5], tiers, recurrence=recurrence, **options)
 
-    def test_layers_without_weights_are_replicated(self) -> None:
-        # 9 s on three devices; the cut takes 2 * 5 / 10 s. Of four on everything: 2 * 3 * 100 / 10 / 4 s.
-        found = shortest_bottleneck(self.at(4))
-        assert found is not None
-        assert (found.seconds, counts(found)) == (3.0, [(2, 3), (3, 1)])
-
-    def test_the_cut_is_charged(self) -> None:
-        # The cut before the second layer takes 2 * 50 / 10 s: 6 and 4 s would be faster.
-        found = shortest_bottleneck(self.at(2))
-        assert found is not None
-        assert (found.seconds, counts(found)) == (9.0, [(2, 1), (3, 1)])
-
-    def test_machines_that_help_nothing_stay_idle(self) -> None:
-        # Nine on the first stage take 1 s, as long as the last one and the cut: an eleventh does not help.
-        found = shortest_bottleneck(self.at(12))
-        assert found is not None
-        assert (found.seconds, counts(found)) == (1.0, [(2, 9), (3, 1)])
-
-    def test_all_machines_if_wished(self) -> None:
-        found = shortest_bottleneck(self.at(12, use_all=True))
-        assert found is not None
-        assert (found.seconds, counts(found)) == (1.0, [(2, 11), (3, 1)])
-
     def test_published_adds_up_and_divides_cuts(self) -> None:
         # Two on everything: (10 + 4 * 100 / (10 * 2)) / 2 = 15 s, where the paper takes 10 s.
         alone: dict[str, Any] = {
@@ -238,32 +215,3 @@ class TestByHand:
         published = shortest_bottleneck(Instance(**{**vars(light), "recurrence": PUBLISHED}))
         assert published is not None
         assert (published.seconds, counts(published)) == (3.0, [(1, 1), (2, 2)])
-
-    def test_an_inner_pipeline_is_repeated(self) -> None:
-        # Two nodes of two: the pipeline of 4 and 4 s fits one node, and two of them take 2 s. Replicas of
-        # all layers would exchange 2 * 60 bytes in a node, at 10 bytes/s.
-        tiers = (Tier(2, 10.0), Tier(2, 1e6))
-        found = shortest_bottleneck(instance([4, 4], [30, 30], [1], tiers))
-        assert found is not None
-        assert found.parts == (NestedStage(0, 2, 2, (NestedStage(0, 1, 1), NestedStage(1, 2, 1))),)
-        assert (found.seconds, counts(found)) == (2.0, [(1, 2), (2, 2)])
-
-
-def test_memory_counts_the_stages_behind() -> None:
-    """Four layers that hold 2 for each mini-batch in flight, 8 each: four stages hold 8, 6, 4 and 2."""
-
-    def limited(limit: float) -> Solution | None:
-        in_flight = between(np.full(4, 2.0))
-        fits = {"fits": lambda _, behind: in_flight * (behind + 1) <= limit}
-        return shortest_bottleneck(instance([1] * 4, [1e9] * 4, [0] * 3, (Tier(4, 1.0),), **fits))
-
-    assert counts(limited(8)) == [(1, 1), (2, 1), (3, 1), (4, 1)]
-    # With less than 8 the first of four stages does not fit, but three do not fit better: 2, 1, 1 layers
-    # hold 12; 1, 1, 2: 6, 4 and 4.
-    assert counts(limited(7)) == [(1, 1), (2, 1), (4, 1)]
-    assert limited(3) is None
-
-
-def test_same_plan_every_time() -> None:
-    at = instance([1.0] * 12, [0.0] * 12, [0.0] * 11, (Tier(2, 1.0), Tier(3, 1.0)))
-    assert shortest_bottleneck(at) == shortest_bottleneck(at)

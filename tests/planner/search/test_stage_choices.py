@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from pplan.planner.candidate import Mode, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.device_sets import make_ranges
-from pplan.planner.search.stage_choices import GroupChoices, StageChoices, list_stage_choices
+from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -38,35 +37,6 @@ def make_choices(make_chain: MakeChain, make_topology: MakeTopology) -> Callable
 
 
 MakeChoices = Callable[..., StageChoices]
-
-
-def work_seconds(group: GroupChoices, start: int, end: int) -> float:
-    """Of a stage alone with all micro-batches, summed in words."""
-    costs, count = group.costs, group.config.micro_batches
-    tied = costs.least_tied if isinstance(costs.least_tied, float) else costs.least_tied[start, end]
-    passes = sum(costs.forward[start, end] + costs.backward[start, end] for _ in range(count))
-    return float(passes - costs.accumulation[start, end] + costs.exposed_allreduce[start, end] + tied)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_stages_that_alone_take_too_long_are_left_out(seed: int, make_choices: MakeChoices) -> None:
-    whole = make_choices(seed, "never")
-    assert sorted({group.replicas for group in whole.groups}) == [1, 2, 4]
-    assert sum(len(group.keys) for group in whole.groups) == 4 + 3 + 1
-    works = sorted(work_seconds(g, s, e) for g in whole.groups for s, e in zip(g.start, g.end, strict=True))
-    limit = works[len(works) // 2]
-    fewer = make_choices(seed, "never", limit=limit * (1 + 1e-12))
-    kept = {(g.positions.tobytes(), g.replicas): set(zip(g.start, g.end, strict=True)) for g in fewer.groups}
-    for group in whole.groups:
-        every = [
-            (start, end)
-            for start, end in combinations(range(whole.last_place + 1), 2)
-            if fewer.space.usable[start, end]
-        ]
-        assert list(zip(group.start, group.end, strict=True)) == every
-        expected = {pair for pair in every if work_seconds(group, *pair) <= limit * (1 + 1e-12)}
-        assert kept.get((group.positions.tobytes(), group.replicas), set()) == expected
-    assert fewer.entries == sum(len(g.start) * len(g.positions) for g in fewer.groups) < whole.entries
 
 
 @pytest.mark.parametrize(("mode", "memory"), [("by_stage", 900), ("never", 900), ("always", 600)])
