@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined,unused-ignore]  # public, not exported
 from torch.nn.functional import cross_entropy
 
 from pplan.cost_models.errors import ExportError, FileError, UsageError
@@ -41,7 +42,7 @@ def start(make_plan: MakePlan, request: pytest.FixtureRequest) -> Iterator[Start
     """A training of two stages in this process."""
     pytest.importorskip(request.param)
     plan = make_plan([2, 2], micro_batches=4, micro_batch_size=2, recompute="except_last")
-    document, _ = export(request.param, plan, device="cpu")
+    document: Any = export(request.param, plan, device="cpu")[0]
     trainings: list[Training] = []
 
     def run(model: nn.Module, loss_fn: Any = cross_entropy, **options: Any) -> Training:
@@ -56,11 +57,12 @@ def start(make_plan: MakePlan, request: pytest.FixtureRequest) -> Iterator[Start
 @pytest.fixture
 def one_stage(make_plan: MakePlan) -> Iterator[Start]:
     """A training of one stage by torch.distributed.pipelining, in a group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     plan = make_plan([4], schedule="1f1b", micro_batches=4, micro_batch_size=2)
+    document: Any = export("torch", plan)[0]
 
     def run(model: nn.Module, loss_fn: Any = cross_entropy, **options: Any) -> Training:
-        return build(export("torch", plan)[0], model, loss_fn, images(2)[0], device="cpu", **options)
+        return build(document, model, loss_fn, images(2)[0], device="cpu", **options)
 
     yield run
     gc.collect()
