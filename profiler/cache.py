@@ -91,11 +91,11 @@ def name_key(name: str, options: ProfileOptions) -> str | None:
     is_timed = options.device is None or options.device.partition(":")[0] in ("cpu", "cuda")
     if is_code or not is_timed or not (file or may_name(name)):
         return None
-    chosen = {key: value for key, value in vars(options).items() if key not in _NOT_OF_A_KEY}
+    values = {key: value for key, value in vars(options).items() if key not in _NOT_OF_A_KEY}
     content = [
         name if file or kind != name else name.lower(),
         None if file is None else file.read_text(encoding="utf-8", errors="replace"),
-        chosen,
+        values,
         [_version(package) for package in _PACKAGES],
         environment(),
         _devices(),

@@ -26,7 +26,7 @@ from .local_machine import device_memory_bytes, device_name, versions
 from .losses import load_loss
 from .measurement_target import Setup, dtype_for
 from .names import find_source
-from .torch_private import tree_flatten
+from .torch_private import REGISTRIES, tree_flatten
 from .user_model import LoadedModel
 
 _HERE = Path(__file__).resolve().parents[1]
@@ -43,7 +43,6 @@ _OF_PROCESS = ("logging", "threading", "_thread", "random", "weakref", "_weakref
 """Packages whose objects hold what is another thing in every process."""
 _HASHES = ("_original_object_hash",)
 """Attributes of transformers' configurations that are another number in every process."""
-_REGISTERED = ("_modules", "_parameters", "_buffers")
 _DEEPEST, _LONGEST = 50, 1000
 """Of what a module holds: levels, and entries of a collection, of which the first and the last count else."""
 _MOST_VALUES = 4096
@@ -94,10 +93,10 @@ def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
 def _tensors(model: nn.Module) -> list[list[Any]]:
     """Parameters and buffers, by all their names; one that is shared is told from two alike."""
     numbers: dict[int, int] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     kinds = {path: type(part).__module__ for path, part in model.named_modules(remove_duplicate=False)}
     rows = []
-    for name, tensor in named:
+    for name, tensor in tensors:
         row = [name, numbers.setdefault(id(tensor), len(numbers)), *_tensor(tensor)]
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
         own = not kinds.get(name.rpartition(".")[0], "").startswith("torch.")
@@ -129,7 +128,7 @@ class _Code:
         self._names: dict[str | None, None] = {}
         """Python modules."""
         self._kinds: set[type] = set()
-        self._seen: dict[int, tuple[int, object]] = {}
+        self._numbers: dict[int, tuple[int, object]] = {}
         """By identity: the number of an object, and the object itself, which is kept alive."""
         self._depth = 0
 
@@ -139,7 +138,7 @@ class _Code:
         settings = {
             name: self.value(list(value.values()) if "hooks" in name and isinstance(value, dict) else value)
             for name, value in vars(module).items()
-            if name not in _REGISTERED
+            if name not in REGISTRIES
         }
         graph = module.code if isinstance(module, fx.GraphModule) else ""
         return [self._kind(type(module)), module.extra_repr(), settings, graph]
@@ -148,11 +147,11 @@ class _Code:
         """Plain values as they are, functions by their code, other things by what they hold."""
         if isinstance(value, _SIMPLE):
             return repr(value)
-        if id(value) in self._seen:
-            return self._seen[id(value)][0]
+        if id(value) in self._numbers:
+            return self._numbers[id(value)][0]
         if self._depth == _DEEPEST:
             return "..."
-        self._seen[id(value)] = len(self._seen), value
+        self._numbers[id(value)] = len(self._numbers), value
         self._depth += 1
         description = self._described(value)
         self._depth -= 1
@@ -191,13 +190,13 @@ class _Code:
             return name
         self._kinds.add(kind)
         self._names |= {base.__module__: None for base in kind.__mro__}
-        held = [
+        values = [
             [key, self.value(getattr(value, "fget", getattr(value, "__func__", value)))]
             for base in kind.__mro__
             for key, value in vars(base).items()
             if _counts(key, value, base)
         ]
-        return [*name, held]
+        return [*name, values]
 
     def _function(self, function: FunctionType) -> list[Any]:
         """Name, code and enclosed values; what was typed into an interpreter with the globals it uses."""
@@ -205,10 +204,10 @@ class _Code:
             return [function.__module__, function.__qualname__]
         self._names[function.__module__] = None
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        held = [self.value(own) for own in (cells, function.__defaults__, function.__kwdefaults__)]
+        values = [self.value(own) for own in (cells, function.__defaults__, function.__kwdefaults__)]
         used = _names_of(function.__code__) if _is_typed(function.__module__) else ()
         globals_used = [self.value(function.__globals__.get(name)) for name in sorted(used)]
-        return [function.__qualname__, _code_hash(function.__code__), held, globals_used]
+        return [function.__qualname__, _code_hash(function.__code__), values, globals_used]
 
     def files(self) -> dict[str, Any]:
         """Hashes of the user's files, the globals that they use, and versions of the installed packages."""

@@ -149,9 +149,9 @@ def profile_model(
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
         if profile_cache.folder is not None:
             limits = _with_key(limits, loaded, setup)
-            kept = limits.profile_cache.find(limits.key, request, loaded)
-            if kept is not None:
-                return kept
+            profile = limits.profile_cache.find(limits.key, request, loaded)
+            if profile is not None:
+                return profile
         return _measured(loaded, setup, limits)
 
 
@@ -205,9 +205,9 @@ def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Pro
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures with only a part of the weights on the device at a time. This keeps no journal."""
     limits = replace(limits, key=f"{limits.key}-segments")
-    kept = limits.profile_cache.find(limits.key, limits.request, loaded)
-    if kept is not None:
-        return kept
+    profile = limits.profile_cache.find(limits.key, limits.request, loaded)
+    if profile is not None:
+        return profile
     subject = _build_target(loaded, setup, limits.smallest, host=True)
     free = partial(_usable_bytes, setup.device, limits.request.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), journal=False)

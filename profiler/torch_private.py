@@ -48,8 +48,10 @@ except ImportError as error:
     raise missing_import(error) from error
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Attributes in which a module registers others, parameters and buffers: no settings of its own."""
+_REGISTRIES = (*REGISTRIES, "_forward_hooks", "_forward_pre_hooks")
+_OF_MODULES = (*REGISTRIES, "_non_persistent_buffers_set", *_HOOKS)
 _autograd: Any = torch.autograd
 
 
