@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
-from .user_model import ModelInput, flat, is_out_of_memory
-
-if TYPE_CHECKING:
-    from .comparison import SideBySide
+from .user_model import ModelInput, copy_model, flat, is_out_of_memory
 
 _ALIKE = 1e-3
 """Relative; far above what the batch size does to rounding, far below what another sample does."""
 _PAIR = 2
 
 
-def batch_note(side: SideBySide) -> str:
+def batch_note(model: nn.Module, name: str, pair: ModelInput) -> str:
     """A note where samples along dimension 0 change each other's outputs; empty where they do not.
 
-    Only of models with a module that takes the batch second. One sample is run by itself and behind another,
-    in evaluation mode, where batch norm and dropout do not mix them; then the same along dimension 1.
+    Only of models with a module that takes the batch second. One sample of the `pair` is run by itself and
+    behind the other, on a copy in evaluation mode, where batch norm and dropout do not mix them; then the
+    same along dimension 1.
     """
     names = [
-        f"{path or side.name} ({type(module).__name__})"
-        for path, module in side.model.named_modules()
+        f"{path or name} ({type(module).__name__})"
+        for path, module in model.named_modules()
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
     ]
     if not names:
         return ""
     # In evaluation mode, or of one sample, the model may not run: then nothing is known.
-    pair, model = side.example(_PAIR), side.plain().model.eval()
-    if not _mixes(model, pair, 0):
+    copy = copy_model(model, name).eval()
+    if not _mixes(copy, pair, 0):
         return ""
     is_second = all(tensor.dim() > 1 and tensor.shape[1] > 1 for tensor in pair.tensors)
-    if is_second and _mixes(model, _part(pair, 1, slice(0, _PAIR)), 1) is False:
+    if is_second and _mixes(copy, _part(pair, 1, slice(0, _PAIR)), 1) is False:
         return (
             f"dimension 0 of the input does not look like the batch: {names[0]} takes the batch second "
             "(batch_first=False), and the samples lie in dimension 1; micro-batch sizes count dimension 0: "

@@ -728,7 +728,9 @@ class ModelCheck:
         try:
             with fixed_seed(side.seed):
                 values = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
-                return Comparison(not_finite=values, mixing=batch_note(side))
+                return Comparison(
+                    not_finite=values, mixing=batch_note(side.model, side.name, side.example(2))
+                )
         except Exception:
             # Batch norm takes no single sample; what else is wrong shows when it is measured.
             return Comparison()
@@ -756,7 +758,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         side.rounding,
         side.not_finite,
         tuple(side.changes_of_attributes()),
-        batch_note(side),
+        batch_note(side.model, side.name, side.example(2)),
         tuple(side.written_buffers()),
     )
 

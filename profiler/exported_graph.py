@@ -643,7 +643,7 @@ class ValueReads:
                 return value
             return read(tensor)
 
-        with _WhileReading(replay):
+        with _WhileReading(replay) if left else contextlib.nullcontext():
             yield
 
     def write_checks(self, graph: fx.Graph, batches: Collection[fx.Node]) -> None:

@@ -21,6 +21,8 @@ BLOCKS = tuple(f"enc.layers.{index}" for index in range(3))
 class Text(nn.Module):
     """An encoder with a mask: torch looks into it to see whether it is causal."""
 
+    kept: Tensor
+
     def __init__(self, mask: str) -> None:
         super().__init__()
         self.emb, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
@@ -30,7 +32,7 @@ class Text(nn.Module):
 
     def forward(self, t: Tensor, given: Tensor | None = None) -> Any:
         n = t.shape[1]
-        made = {
+        made: dict[str, Any] = {
             "made": lambda: nn.Transformer.generate_square_subsequent_mask(n),
             "logarithm": lambda: torch.log(torch.tril(torch.ones(n, n))),
             "open": lambda: torch.zeros(n, n),
@@ -38,9 +40,8 @@ class Text(nn.Module):
             "given": lambda: given,
         }
         padding = t == 0 if self.mask == "padding" else None
-        return self.head(
-            self.enc(self.emb(t), mask=made.get(self.mask, lambda: None)(), src_key_padding_mask=padding)
-        )
+        mask = made[self.mask]() if self.mask in made else None
+        return self.head(self.enc(self.emb(t), mask=mask, src_key_padding_mask=padding))
 
 
 class Translation(nn.Module):
@@ -58,6 +59,9 @@ class Translation(nn.Module):
 
 class Reads(nn.Module):
     """Two layers around a branch on a number."""
+
+    sign: Tensor
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
