@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler import measure, structure, tracing
+from pplan.profiler import estimate, measure, tracing
 
 WIDTH = 16
 
@@ -56,9 +56,9 @@ class Model(nn.Module):
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any) -> tuple[Any, Any, int]:
     """With equal blocks counted once and without; and how many layers were counted in the former."""
     counted: list[int] = []
-    find = structure.find_equal_layers
+    find = estimate.find_equal_layers
 
-    def noted(*args: Any) -> structure.EqualLayers:
+    def noted(*args: Any) -> estimate.EqualLayers:
         blocks = find(*args)
         assert blocks is not None
         counted.append(len(blocks.shortened.chain))
@@ -66,7 +66,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any
 
     example = None if isinstance(model, str) else torch.ones(2, WIDTH)
     profiles = []
-    for each in (noted, lambda subject, _: structure.all_different(subject)):
+    for each in (noted, lambda subject, _: estimate.all_different(subject)):
         monkeypatch.setattr(measure, "find_equal_layers", each)
         made = pplan.profile(model, example, micro_batch_sizes=[1, 3], **options)
         profiles.append(made.model_dump(exclude={"made_by"}))
