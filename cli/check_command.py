@@ -48,7 +48,7 @@ def check_command(
     """
     from ..api.load import read_plan
 
-    files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
+    files = read_plan(choose_input(plan_file, ("plan",)), profile_file, takes_others=True)
     if save:
         _check_target(files).check(files.plan_file, files.profile_file)
     check = _run(files, options)

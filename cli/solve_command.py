@@ -214,13 +214,14 @@ def _next_steps(plan: Plan, path: Path) -> str:
     """The commands that may follow: those that do not refuse the plan."""
     from ..cost_models.runtime import RUNTIMES
     from ..cost_models.schedules import find_schedule
+    from ..cost_models.transformer.implementations import IMPLEMENTATIONS
     from ..planner.plan_file import MOST_DRAWN_LAYERS
     from ..runtimes.choice import refusals
 
     trains = plan.training is not None
     runtimes = (
-        ["megatron"]
-        if trains
+        [IMPLEMENTATIONS[plan.training.implementation].runtimes[0]]
+        if plan.training is not None
         else [
             name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -108,6 +108,32 @@ class Program:
             level += share if action.kind == "F" else 0.0
             yield level / self.parts
             level -= share if action.kind == last else 0.0
+
+
+def list_unshards(actions: Sequence[Action], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """List the gathers of weights that are sharded over replicas, of a device with several chunks.
+
+    As torch's looped schedules place them (torch 2.14, `distributed/pipelining/schedules.py`,
+    `_add_unshard_reshard`): when an action begins, the weights of the chunks that the next actions are of are
+    gathered, `most` at a time, and those of all others are resharded.
+
+    Args:
+        actions: The device's list.
+        most: Most chunks that are gathered at a time.
+
+    Returns:
+        By action, the chunks that are gathered as it begins, and all that are gathered then.
+    """
+    upcoming: list[int] = []
+    windows: list[tuple[int, ...]] = []
+    for action in reversed(actions):
+        upcoming = [action.chunk, *(chunk for chunk in upcoming if chunk != action.chunk)]
+        windows.append(tuple(upcoming[:most]))
+    windows.reverse()
+    return [
+        (tuple(chunk for chunk in chunks if chunk not in earlier), chunks)
+        for earlier, chunks in zip([(), *windows], windows, strict=False)
+    ]
 
 
 def linear_program(actions: list[list[Action]], *, update_every: int | None = None) -> Program:

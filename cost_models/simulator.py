@@ -27,8 +27,9 @@ import numpy as np
 
 from .collectives import Loads, end_on_ports
 from .errors import UsageError
+from .program import list_unshards
 from .program_order import NONE, Indices, Order
-from .step_costs import ActionCosts, Array, has_static_link_order, recompute_seconds, update_actions
+from .step_costs import ActionCosts, Array, Costs, has_static_link_order, recompute_seconds, update_actions
 
 
 class Run(NamedTuple):
@@ -119,6 +120,7 @@ def run_by_events(values: ActionCosts) -> Run:
     cut, occupancy, latency = values.cut.tolist(), values.occupancy.tolist(), values.latency.tolist()
     launches = values.launches
     hosted = None if launches is None else (launches.start.tolist(), launches.end.tolist())
+    gathers = None if values.costs.unshard is None else _Gathers(order, values.costs)
     can_run = [i for i, waiting in enumerate(action_waits) if not waiting]
     requests: list[tuple[float, int]] = []
 
@@ -139,6 +141,8 @@ def run_by_events(values: ActionCosts) -> Run:
     while can_run or requests:
         if can_run:
             i = can_run.pop()
+            if gathers is not None:
+                start[i] = gathers.begin(i, start[i], free[device[i]])
             if hosted is not None:
                 start[i] = max(start[i], hosted[0][i])
             end[i] = start[i] + duration[i]
@@ -168,6 +172,27 @@ def run_by_events(values: ActionCosts) -> Run:
     if any(action_waits):
         raise _stuck(values, np.asarray(action_waits) > 0, np.asarray(transfer_waits) > 0)
     return Run(*map(np.array, (start, end, begin, arrival, free)))
+
+
+class _Gathers:
+    """Gathers of weights beside the actions of each device, one after another (see `Costs`)."""
+
+    def __init__(self, order: Order, costs: Costs) -> None:
+        program = order.program
+        assert costs.unshard is not None
+        self.seconds = np.broadcast_to(costs.unshard, (program.devices, program.chunks)).tolist()
+        self.lists = [iter(list_unshards(actions, costs.unsharded_chunks)) for actions in program.actions]
+        self.free = [0.0] * program.devices
+        self.there: dict[tuple[int, int], float] = {}
+        self.places = list(zip(order.device.tolist(), order.chunk.tolist(), strict=True))
+
+    def begin(self, action: int, second: float, before: float) -> float:
+        """When an action begins that could at this `second`; the device's last one ended `before`."""
+        device, chunk = self.places[action]
+        for own in next(self.lists[device])[0]:
+            self.free[device] = max(self.free[device], before) + self.seconds[device][own]
+            self.there[device, own] = self.free[device]
+        return max(second, self.there[device, chunk])
 
 
 def _following(order: Order) -> Indices:

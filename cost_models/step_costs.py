@@ -71,6 +71,10 @@ class Costs:
     By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
       `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
       gradients. A transfer between chunks of one device is free.
+    By (device, chunk): `unshard`, seconds of gathering the chunk's weights from replicas, with at most
+      `unsharded_chunks` gathered at a time (`list_unshards`); None: nothing is gathered. A device's gathers
+      follow one another beside its actions, each from the end of the action before; an action waits for that
+      of its chunk.
     By device: `overhead` of each action, `optimizer` of an update. By (device, chunk): `all_reduce` of the
       gradients.
 
@@ -119,6 +123,8 @@ class Costs:
     overhead: Array | None = None
     optimizer: Array | None = None
     all_reduce: Array | None = None
+    unshard: Array | None = None
+    unsharded_chunks: int = 1
     links: npt.NDArray[np.int64] | None = None
     reduce_loads: Mapping[int, Loads] = field(default_factory=dict)
     port_seconds: float = 0.0
@@ -157,7 +163,7 @@ class Costs:
             )
 
 
-_ARRAYS = (*_BY_ACTION, *_BY_CUT, "overhead", "optimizer", "all_reduce")
+_ARRAYS = (*_BY_ACTION, *_BY_CUT, "overhead", "optimizer", "all_reduce", "unshard")
 
 
 def recompute_shares(mode: str | Sequence[str], program: Program) -> Array:
@@ -497,9 +503,9 @@ def has_static_link_order(values: ActionCosts) -> bool:
     """Whether the order in which each link serves is known beforehand: that of the clock.
 
     So it is where all that a link carries comes from one device, whose actions end one after another. Not
-    where a transfer waits for its receiver.
+    where a transfer waits for its receiver; and gathers of weights are left to the event loop.
     """
-    if values.costs.transfers in ("rendezvous", "blocking-receive"):
+    if values.costs.transfers in ("rendezvous", "blocking-receive") or values.costs.unshard is not None:
         return False
     if values.costs.links is None:
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -12,7 +12,8 @@ from ..cost_models.document import DeviceCount, LayerBound, LayerCount, Record, 
 from ..cost_models.memory import check_stage_word, count_first_layers
 from ..cost_models.quantities import MOST_BYTES
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
+from ..cost_models.transformer.implementations import IMPLEMENTATIONS
+from ..cost_models.transformer.parallel_degrees import UNSHARDED_STAGES, ContextExchange, ParallelDegrees
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class StageDegrees(Record):
     data: DeviceCount = 1
     zero: ZeroStage = 1
     exchange: ContextExchange = "all-to-all"
+    max_param_unsharded_stages: DeviceCount = UNSHARDED_STAGES
     recompute: BlockRecompute = "never"
 
     @property
@@ -69,10 +71,14 @@ class StageDegrees(Record):
         """Number of first blocks of a stage that run again; None where it is all or none."""
         return count_first_layers(self.recompute)
 
+    def shared(self, pipeline: int = 1) -> ParallelDegrees:
+        """Return the degrees without recomputation, of a stage of so many."""
+        names = (name for name in StageDegrees.model_fields if name != "recompute")
+        return ParallelDegrees(**{name: getattr(self, name) for name in names}, pipeline=pipeline)
+
     def describe(self, pipeline: int = 1) -> str:
         """Describe the degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
-        shared = {name: getattr(self, name) for name in StageDegrees.model_fields if name != "recompute"}
-        return ParallelDegrees(**shared, pipeline=pipeline).describe()
+        return self.shared(pipeline).describe()
 
 
 class Degrees(StageDegrees):
@@ -92,7 +98,7 @@ class Degrees(StageDegrees):
         self, training: TransformerTraining, balance: Sequence[int], virtual_stages: int, samples: int
     ) -> None:
         """Check that parts with so many layers are a legal layout of these degrees. Raises ValueError."""
-        blocks = self.blocks(balance, training.predictors)
+        blocks = self.blocks(balance, training)
         if len(balance) != self.pipeline * virtual_stages or min(blocks) < 0:
             raise ValueError(
                 f"degrees: a pipeline of {self.pipeline} devices does not have balance {balance}"
@@ -103,28 +109,36 @@ class Degrees(StageDegrees):
         if samples % self.data:
             raise ValueError(f"degrees: {self.data} replicas do not share {samples} samples")
 
-    def blocks(self, balance: Sequence[int], predictors: int) -> tuple[int, ...]:
-        """Number of blocks in parts with so many layers: without the embedding, predictors and head."""
+    def blocks(self, balance: Sequence[int], training: TransformerTraining) -> tuple[int, ...]:
+        """Number of blocks in parts with so many layers: without the embedding, predictors, norm and head."""
         counts = list(balance)
         if self.predictor_offset >= len(counts):
             raise ValueError(f"degrees: predictor_offset {self.predictor_offset} of {len(counts)} parts")
         counts[0] -= 1
-        counts[-1] -= 1
-        counts[-1 - self.predictor_offset] -= predictors
+        counts[-1] -= training.head_layers
+        counts[-1 - self.predictor_offset] -= training.predictors
         return tuple(counts)
+
+
+def _check_implementation(name: str) -> str:
+    """Return the name of an implementation. Raises ValueError."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {name!r}: not one of {', '.join(IMPLEMENTATIONS)}")
+    return name
 
 
 class TransformerTraining(Record):
     """Model and training of a plan from a configuration.
 
     `implementation`: whose code is costed. `blocks`: of the model; its chain is the embedding, the blocks,
-    the `predictors` of further tokens and the head. `sequence`: tokens of a sample. `active_parameters`:
-    those that a token uses.
+    the `predictors` of further tokens and the `head_layers`: norm, head, and what follows it. `sequence`:
+    tokens of a sample. `active_parameters`: those that a token uses.
     """
 
-    implementation: Literal["megatron"] = "megatron"
+    implementation: Annotated[str, AfterValidator(_check_implementation)] = "megatron"
     blocks: LayerCount
     predictors: LayerBound = 0
+    head_layers: LayerCount = 1
     sequence: Count
     parameters: Count
     active_parameters: Count
@@ -133,10 +147,3 @@ class TransformerTraining(Record):
     def has_experts(self) -> bool:
         """Presence of experts in some blocks."""
         return self.active_parameters < self.parameters
-
-    @property
-    def layer_names(self) -> list[str]:
-        """Names of the layers, in order."""
-        blocks = [f"model.layers.{block}" for block in range(self.blocks)]
-        predictors = [f"model.mtp.{number}" for number in range(self.predictors)]
-        return ["model.embed_tokens", *blocks, *predictors, "lm_head"]

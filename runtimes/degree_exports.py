@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 from typing import Any, cast
 
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError
 from ..cost_models.runtime import OFFLOAD, Runtime
+from ..cost_models.transformer.implementations import IMPLEMENTATIONS
+from ..cost_models.transformer.parallel_degrees import UNSHARDED_STAGES
 from ..cost_models.transformer.training_setting import block_ranges
 from ..planner.plan_degrees import Degrees, TransformerTraining
-from ..planner.plan_file import Plan, PlanRow
+from ..planner.plan_file import Plan, PlanRow, plan_word
 from .documents import (
     ExportDocument,
     LayoutExport,
@@ -31,6 +34,7 @@ from .trainer_words import (
     write_layout,
     write_overrides,
 )
+from .transformer_blocks import find_blocks, first_block_words
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class DegreeRequest:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Number of blocks of each (virtual) stage."""
-        return self.degrees.blocks(self.choice.balance, self.training.predictors)
+        return self.degrees.blocks(self.choice.balance, self.training)
 
     @property
     def samples(self) -> int:
@@ -72,26 +76,59 @@ def degree_request(plan: Plan, training: TransformerTraining) -> DegreeRequest:
     return DegreeRequest(plan, choice, training, choice.degrees)
 
 
+def without_degrees(plan: Plan) -> Plan:
+    """Return a plan from a configuration as one of the layers that a profile of the model has.
+
+    Raises:
+        ExportError: Several devices share a layer, or what it runs again is no choice of whole layers.
+    """
+    degrees = plan.degrees
+    if (
+        degrees is None
+        or degrees.sharers > 1
+        or degrees.expert > 1
+        or degrees.shared(degrees.pipeline).reduces_each
+    ):
+        shared = "each stage has degrees of its own" if degrees is None else degrees.describe()
+        raise ExportError(
+            f"the plan is from a configuration, with degrees of parallelism ({shared}) that only trainers of "
+            "transformers have",
+            f"Export it for one of {', '.join(EXPORTERS)}, or plan again: `fix` tp=1,cp=1,ep=1,zero=1.",
+        )
+    if degrees.recompute in ("selective", OFFLOAD):
+        raise ExportError(
+            f"the plan is from a configuration, and its recomputation ({degrees.recompute}) is inside layers",
+            f"Export it for one of {', '.join(EXPORTERS)}, or plan again: recompute='always'.",
+        )
+    words: Sequence[str] = [degrees.recompute] * len(plan.stages)
+    if degrees.first_blocks is not None:
+        ends = list(accumulate(plan.balance))
+        words = first_block_words(find_blocks(plan.layer_names), ends, degrees.first_blocks)
+    word = plan_word(words)
+    own = dict.fromkeys(("update_seconds", "transfer_seconds", "recompute"))
+    stages = [
+        stage.model_copy(update={**own, "recompute": None if each == word else each})
+        for stage, each in zip(plan.stages, words, strict=True)
+    ]
+    update = {"stages": stages, "recompute": word, "training": None, "degrees": None, "alternatives": []}
+    return plan.model_copy(update={**update, "zero": plan.zero if degrees.data > 1 else 0})
+
+
 def export_degrees(
     runtime: Runtime, plan: Plan, training: TransformerTraining, made_by: MadeBy
 ) -> tuple[ExportDocument, str | None]:
-    """Export a plan from a configuration.
+    """Export a plan from a configuration for a trainer of transformers.
 
     Returns:
         The trainer's file, and a remark for standard error. The file's second line warns where the plan is
         for another implementation.
 
     Raises:
-        ExportError: The runtime trains no transformer by its own code, or has no such degrees.
+        ExportError: The runtime has no such degrees.
     """
-    if runtime.name not in _EXPORTERS:
-        raise ExportError(
-            f"the plan is from a configuration, with degrees of parallelism, and {runtime.name} has none",
-            f"Export it for one of {', '.join(_EXPORTERS)}; or profile the model: pplan.profile('hf:NAME')",
-        )
     request = degree_request(plan, training)
     choice, degrees = request.choice, request.degrees
-    warnings = [] if runtime.name.startswith(training.implementation) else [_other_code(training, runtime)]
+    warnings = code_warnings(training, runtime)
     processes = degrees.sharers * degrees.data * degrees.pipeline
     fields: dict[str, Any] = {
         "runtime": runtime.name,
@@ -111,7 +148,7 @@ def export_degrees(
         "recompute": "always" if degrees.recompute == "always" or degrees.first_blocks else "never",
         "warnings": warnings,
     }
-    write, list_remarks = _EXPORTERS[runtime.name]
+    write, list_remarks = EXPORTERS[runtime.name]
     document = write(request, fields)
     sentences = [f"Warning: {text}" for text in warnings]
     if plan.degrees is None:
@@ -123,11 +160,13 @@ def export_degrees(
     return document, " ".join(f"{text}." for text in [*sentences, *list_remarks(request)]) or None
 
 
-def _other_code(training: TransformerTraining, runtime: Runtime) -> str:
-    return (
-        f"the plan's seconds and bytes are those of {training.implementation}'s code with Transformer "
-        f"Engine, not of {runtime.name}'s"
-    )
+def code_warnings(training: TransformerTraining, runtime: Runtime) -> list[str]:
+    """Warn where the runtime runs other code than the plan costs."""
+    if runtime.name in IMPLEMENTATIONS[training.implementation].runtimes:
+        return []
+    code = f"{training.implementation}'s code"
+    code += " with Transformer Engine" * (training.implementation == "megatron")
+    return [f"the plan's seconds and bytes are those of {code}, not of {runtime.name}'s"]
 
 
 def megatron_arguments(request: DegreeRequest) -> list[str]:
@@ -237,6 +276,9 @@ def torchtitan_arguments(request: DegreeRequest) -> list[str]:
     }
     if degrees.zero and degrees.pipeline == 1:
         flags[prefix + "fsdp_reshard_after_forward"] = "always" if degrees.zero == 3 else "never"
+    if degrees.max_param_unsharded_stages != UNSHARDED_STAGES:
+        most = degrees.max_param_unsharded_stages
+        flags[prefix + "pipeline_parallel_max_param_unsharded_stages"] = most
     arguments = [str(part) for flag in flags.items() for part in flag]
     if degrees.pipeline > 1:
         arguments += [
@@ -248,6 +290,8 @@ def torchtitan_arguments(request: DegreeRequest) -> list[str]:
             *map(",".join, _module_names(request.blocks, WORDS)),
             "--training.disable_cuda_graphs",
         ]
+    if request.training.implementation == "torchtitan":  # which is costed as compiled
+        arguments.append("--compile.enable")
     return [*arguments, f"activation_checkpoint:{_checkpoint_word(degrees)}"]
 
 
@@ -262,18 +306,36 @@ def _checkpoint_word(degrees: Degrees) -> str:
 
 def torchtitan_remarks(request: DegreeRequest) -> list[str]:
     """Remarks on where torchtitan does not train as the plan says."""
-    degrees, remarks = request.degrees, []
+    degrees, remarks = request.degrees, _unsharding_remarks(request)
     if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
         remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
+    is_costed = request.training.implementation == "torchtitan"
     if degrees.context > 1 and degrees.exchange != "all-gather":
         remarks.append("torchtitan's context parallelism gathers keys and values on every device")
-    elif degrees.context > 1:
+    elif degrees.context > 1 and not is_costed:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
-    if degrees.recompute == "selective":
+    if degrees.recompute == "selective" and not is_costed:
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if degrees.first_blocks is not None:
         remarks.append("torchtitan checkpoints every block or none, not the first ones of a stage")
     return [*remarks, *_lacking_remarks(request, "torchtitan")]
+
+
+def _unsharding_remarks(request: DegreeRequest) -> list[str]:
+    """Remarks on the weights that torch's schedules gather in a pipeline."""
+    degrees, virtual = request.degrees, request.choice.virtual_stages
+    most, remarks = degrees.max_param_unsharded_stages, list[str]()
+    if most != UNSHARDED_STAGES:
+        remarks.append(
+            f"{most} virtual stages that stay gathered need a later torch than 2.14, whose schedules have 3 "
+            "(pytorch pull request 196706, torchtitan 4592)"
+        )
+    if degrees.pipeline > 1 and virtual > most and degrees.zero in (1, 2) and degrees.data > 1:
+        remarks.append(
+            f"torch's schedules keep the weights of {most} virtual stages gathered, and gather others again, "
+            "which the plan does not count"
+        )
+    return remarks
 
 
 def _lacking_remarks(request: DegreeRequest, trainer: str) -> list[str]:
@@ -323,6 +385,9 @@ def nemo_automodel_sections(request: DegreeRequest) -> dict[str, Any]:
             _checkpoint_word(degrees), degrees.recompute
         ),
     }
+    if degrees.zero > 1:
+        distributed["reshard_after_forward"] = degrees.zero == 3 and degrees.pipeline == 1
+        distributed["defer_fsdp_grad_sync"] = not degrees.shared(degrees.pipeline).reduces_each
     if degrees.pipeline > 1:
         distributed["pipeline"] = {
             "pp_schedule": _schedule(request),
@@ -340,7 +405,13 @@ def nemo_automodel_sections(request: DegreeRequest) -> dict[str, Any]:
 
 def nemo_automodel_remarks(request: DegreeRequest) -> list[str]:
     """Remarks on where NeMo AutoModel does not train as the plan says."""
-    degrees, remarks = request.degrees, _lacking_remarks(request, "NeMo AutoModel")
+    degrees, remarks = request.degrees, _unsharding_remarks(request)
+    remarks += _lacking_remarks(request, "NeMo AutoModel")
+    if request.training.implementation == "transformers":
+        remarks.append(
+            "the model is transformers' own: let NeMo AutoModel use none of its implementations "
+            "(force_hf: true), and load float32 weights for AdamW in float32"
+        )
     if degrees.data * degrees.context % degrees.expert:
         remarks.append(
             f"NeMo AutoModel spreads experts over replicas and context, not over {degrees.expert} devices"
@@ -382,7 +453,7 @@ def _export_nemo(request: DegreeRequest, fields: dict[str, Any]) -> NemoExport:
     return NemoExport(**fields, module_fqns_per_model_part=names, sections=sections)
 
 
-_EXPORTERS: dict[
+EXPORTERS: dict[
     str,
     tuple[Callable[[DegreeRequest, dict[str, Any]], ExportDocument], Callable[[DegreeRequest], list[str]]],
 ] = {

@@ -214,14 +214,17 @@ def export_on(
 ) -> tuple[ExportDocument, str | None]:
     """The document and the remark, for devices that the plan need not be for. Raises ExportError,
     UsageError."""
+    warnings: list[str] = []
     if plan.training is not None:
-        from .degree_exports import export_degrees  # most plans are of a profile
+        from .degree_exports import EXPORTERS, code_warnings, export_degrees, without_degrees
 
-        return export_degrees(runtime, plan, plan.training, made_by or MadeBy())
+        if runtime.name in EXPORTERS:
+            return export_degrees(runtime, plan, plan.training, made_by or MadeBy())
+        warnings, plan = code_warnings(plan.training, runtime), without_degrees(plan)
     choice, remark = choose(plan, runtime)
     request = ExportRequest(plan, runtime, choice, remark, device, made_by or MadeBy())
     document, remarks = globals()[runtime.exporter](request)
-    return document, join_remarks(remark, *remarks)
+    return document, join_remarks(*(f"Warning: {text}." for text in warnings), remark, *remarks)
 
 
 def join_remarks(*remarks: str | None) -> str | None:

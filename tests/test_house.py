@@ -113,6 +113,7 @@ OPTIONS_OF_OTHER_TOOLS = {
     "profiler/gpu_state.py": "nvidia-smi's",
     "runtimes/exports.py": "torchtitan's",
     "runtimes/documents.py": "torchtitan's",
+    "runtimes/degree_exports.py": "torchtitan's",
     "cost_models/runtime.py": "torchtitan's",
 }
 """Files that may name an option which pplan has, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .implementations import MEGATRON, Implementation
 from .kernel_table import AttentionKernel, Collective, Kernel, MemoryPass, RingAttention
 from .layer_work import (
     NUMBER,
@@ -12,29 +13,43 @@ from .layer_work import (
     Tokens,
     gather_and_scatter,
     linear,
+    linears,
     offload_tensors,
 )
 from .parallel_degrees import ParallelDegrees
 from .transformer_shape import TransformerShape
 
 
-def attention_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+def attention_work(
+    shape: TransformerShape,
+    degrees: ParallelDegrees,
+    tokens: Tokens,
+    implementation: Implementation = MEGATRON,
+) -> LayerWork:
     inner = (
-        _latent_attention(shape, degrees, tokens)
+        _latent_attention(shape, degrees, tokens, implementation)
         if shape.attention.is_latent
-        else _grouped_attention(shape, degrees, tokens)
+        else _grouped_attention(shape, degrees, tokens, implementation)
     )
     residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
-    # Norm and residual sum. Saved: the input and the norm's output.
+    forward, backward = implementation.norm
+    # Norm and residual sum.
     return LayerWork(
-        (MemoryPass(2 * residual), *inner.forward, MemoryPass(3 * residual)),
-        (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
-        2 * residual + inner.saved,
+        (MemoryPass(forward * residual), *inner.forward, MemoryPass(3 * residual)),
+        (*inner.backward, MemoryPass(3 * residual), MemoryPass(backward * residual)),
+        norm_saved(residual, degrees, implementation) + inner.saved,
         inner.workspace + 2 * residual,
-        attention=inner.attention,
-        attention_saved=inner.attention_saved,
+        selective=inner.selective,
+        selective_saved=inner.selective_saved,
         offload=_attention_offload(shape, degrees, tokens),
     )
+
+
+def norm_saved(residual: float, degrees: ParallelDegrees, implementation: Implementation) -> float:
+    """Bytes that a norm keeps, and the product after it: its input, of all tensor-parallel devices where
+    backward does not gather it again."""
+    gathered = 1 if implementation.gathers_again else degrees.tensor
+    return (implementation.norm_saved - 1 + gathered) * residual
 
 
 def _attention_offload(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Offload:
@@ -48,19 +63,23 @@ def _attention_offload(shape: TransformerShape, degrees: ParallelDegrees, tokens
 
 
 class _SharedAttention(NamedTuple):
-    """The kernels of attention itself on one device, and the bytes besides that it needs while it runs."""
+    """The kernels of attention itself on one device, the bytes besides that it needs while it runs, and those
+    of other devices' keys and values that it keeps."""
 
     forward: list[Kernel]
     backward: list[Kernel]
     workspace: float = 0.0
+    saved: float = 0.0
 
 
-def _share_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> _SharedAttention:
+def _share_attention(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens, implementation: Implementation
+) -> _SharedAttention:
     """Attention with a share of the heads, among the devices that share the sequence."""
     if degrees.context > 1 and degrees.exchange == "ring":
         return _ring_attention(shape, degrees, tokens)
     if degrees.context > 1 and degrees.exchange == "all-gather":
-        return _attention_to_all_keys(shape, degrees, tokens)
+        return _attention_to_all_keys(shape, degrees, tokens, keeps=implementation.keeps_gathered_keys)
     attention = shape.attention
     heads, shared = attention.heads // degrees.tensor, attention.key_value_heads // degrees.tensor
     exchange: list[Kernel] = []
@@ -106,20 +125,24 @@ def _ring_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: T
 
 
 def _attention_to_all_keys(
-    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens, *, keeps: bool
 ) -> _SharedAttention:
     """Every device gathers all keys and values, and attends with its own queries; backward gathers them again
-    and adds up their gradients, each at its owner (as Transformer Engine does it; nothing is hidden behind
-    the attention). A device has the same pieces of the sequence as in a ring, and so as much to compute;
-    its workspace holds all keys and values with their gradients.
+    (as Transformer Engine does it), unless it `keeps` them, and adds up their gradients, each at its owner
+    (nothing is hidden behind the attention). A device has the same pieces of the sequence as in a ring, and
+    so as much to compute; its workspace holds all keys and values with their gradients.
     """
     steps = degrees.context
-    gathered = steps * _key_value_bytes(shape, degrees, tokens)
+    keys = _key_value_bytes(shape, degrees, tokens)
+    gathered = steps * keys
     forward, backward = _step_kernels(shape, degrees, tokens)
     gather = Collective("all_gather", gathered, "context")
     scatter = Collective("reduce_scatter", gathered, "context")
     return _SharedAttention(
-        [gather, *[forward] * steps], [gather, *[backward] * steps, scatter], 2 * gathered
+        [gather, *[forward] * steps],
+        [*[gather] * (not keeps), *[backward] * steps, scatter],
+        2 * gathered,
+        (gathered - keys) * keeps,
     )
 
 
@@ -162,30 +185,50 @@ def _attention_kernel(
     return AttentionKernel(sequence, heads, shared, *widths, backward, samples, own.causal, attended)
 
 
-def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
-    """One projection to queries, keys and values; saved: these after the rotary positions, and the result."""
+def _grouped_attention(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens, implementation: Implementation
+) -> LayerWork:
+    """Projections to queries, keys and values; saved: these after the rotary positions, and the result."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     whole = NUMBER * count * shape.hidden
-    project = linear(count, shape.hidden, attention.fused_size // tensor)
+    keys, values = (
+        attention.key_value_heads * width for width in (attention.head_width, attention.value_width)
+    )
+    sizes = (
+        [attention.fused_size] if implementation.products[0] == 1 else [attention.query_size, keys, values]
+    )
+    project, project_back = linears(
+        count, shape.hidden, [size // tensor for size in sizes], implementation.join
+    )
     output = linear(count, attention.heads * attention.value_width // tensor, shape.hidden)
-    forward, backward, workspace = _share_attention(shape, degrees, tokens)
+    forward, backward, workspace, remote_bytes = _share_attention(shape, degrees, tokens, implementation)
     turned = NUMBER * count * (attention.heads + attention.key_value_heads) * attention.head_width / tensor
-    rotary = MemoryPass(2 * turned)
+    turn, turn_back = (MemoryPass(passes * turned) for passes in implementation.rotary)
     fused = NUMBER * count * attention.fused_size / tensor
     result = NUMBER * count * attention.heads * attention.value_width / tensor
     statistics = 4.0 * count * attention.heads / tensor
     gather, scatter = gather_and_scatter(whole, degrees)
     return LayerWork(
-        (*gather, project[0], rotary, *forward, output[0], *scatter),
-        (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
-        fused + result + statistics,
+        (*gather, *project, turn, *forward, output[0], *scatter),
+        (
+            *gather,
+            *output[1:],
+            *backward,
+            turn_back,
+            *gather * implementation.gathers_again,
+            *project_back,
+            *scatter,
+        ),
+        fused + result + statistics + remote_bytes + turned * implementation.keeps_projection,
         2 * fused + workspace,
-        attention=tuple(forward),
-        attention_saved=statistics,
+        selective=tuple(forward),
+        selective_saved=statistics,
     )
 
 
-def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+def _latent_attention(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens, implementation: Implementation
+) -> LayerWork:
     """Two projections down, which each device computes for its own tokens, a norm of each, two up."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     own, hidden = count // tensor, shape.hidden
@@ -196,7 +239,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     products.append(linear(count, attention.latent_queries or hidden, query_size))
     products.append(linear(count, attention.latent_keys, attention.key_value_up_size // tensor))
     output = linear(count, attention.heads * attention.value_width // tensor, hidden)
-    forward, backward, workspace = _share_attention(shape, degrees, tokens)
+    forward, backward, workspace, remote_bytes = _share_attention(shape, degrees, tokens, implementation)
 
     queries = NUMBER * count * query_size
     up = NUMBER * count * attention.key_value_up_size / tensor
@@ -220,8 +263,8 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
             *gather,
             *(part for product in products for part in product[1:]),
         ),
-        2 * latent + 2 * queries + 2 * values + statistics,
+        2 * latent + 2 * queries + 2 * values + statistics + remote_bytes,
         2 * queries + values + workspace,
-        attention=tuple(forward),
-        attention_saved=statistics,
+        selective=tuple(forward),
+        selective_saved=statistics,
     )

@@ -1,29 +1,65 @@
 """The kernels that one device runs for a block, and the bytes that the block keeps for its backward.
 
-As Megatron-LM with Transformer Engine runs them in bfloat16: column- and row-parallel products, sequence
-parallelism, fused norms, rotary positions and activations, flash attention, all-to-all dispatch of tokens to
-experts. All bytes are of 2-byte numbers unless said.
+In bfloat16: column- and row-parallel products, sequence parallelism, norms, rotary positions and activations
+as an implementation runs them, flash attention, all-to-all dispatch of tokens to experts. All bytes are of
+2-byte numbers unless said.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from .attention_kernels import attention_work
-from .kernel_table import Collective, GroupedMatmul, Kernel, MemoryPass, Pass
-from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear, offload_tensors
+from .attention_kernels import attention_work, norm_saved
+from .implementations import MEGATRON, Implementation
+from .kernel_table import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass, Pass
+from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear, linears, offload_tensors
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
 
 
-def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+def block_work(
+    shape: TransformerShape,
+    routed: bool,
+    degrees: ParallelDegrees,
+    tokens: Tokens,
+    implementation: Implementation = MEGATRON,
+) -> LayerWork:
     """Attention and feed-forward layer, with their norms and residual sums."""
     feed_forward = (
-        _experts(shape, shape.experts, degrees, tokens)
+        _experts(shape, shape.experts, degrees, tokens, implementation)
         if routed and shape.experts is not None
-        else _feed_forward(shape, degrees, tokens)
+        else _feed_forward(shape, degrees, tokens, implementation)
     )
-    return attention_work(shape, degrees, tokens) + feed_forward
+    work = attention_work(shape, degrees, tokens, implementation) + feed_forward
+    if not implementation.keeps_half:
+        return work
+    return _keep_half(work, NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor, degrees)
+
+
+def _keep_half(work: LayerWork, boundary: float, degrees: ParallelDegrees) -> LayerWork:
+    """A block of which selective recomputation keeps its input and the results of attention, of collectives
+    that are no gathers, and of every second product (torchtitan's `SelectiveAC`)."""
+    again: list[Kernel] = []
+    saved, products = boundary, 0
+    for kernel in work.forward:
+        match kernel:
+            case Matmul():
+                products += 1
+                if products % 2:
+                    saved += NUMBER * kernel.m * kernel.n
+                else:
+                    again.append(kernel)
+            case MemoryPass() | Collective(name="all_gather"):
+                again.append(kernel)
+            case Collective():
+                saved += kernel.bytes / (degrees.tensor if kernel.name == "reduce_scatter" else 1)
+            case GroupedMatmul():
+                saved += NUMBER * kernel.groups * kernel.m * kernel.n
+            case AttentionKernel():
+                rows = kernel.samples * kernel.sequence * kernel.heads
+                saved += NUMBER * rows * kernel.value_width + 4 * rows
+    return replace(work, selective=tuple(again), selective_saved=max(0.0, work.saved - saved))
 
 
 def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
@@ -36,30 +72,36 @@ def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: To
     )
 
 
-def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
-    """Norm, product with the vocabulary, fused cross-entropy: the logits once in 2 bytes and once in
-    float32."""
-    count, rows = tokens.on(degrees), padded_vocabulary(shape, degrees.tensor) // degrees.tensor
+def head_work(
+    shape: TransformerShape,
+    degrees: ParallelDegrees,
+    tokens: Tokens,
+    implementation: Implementation = MEGATRON,
+) -> LayerWork:
+    """Norm, product with the vocabulary, cross-entropy over the tensor-parallel devices' logits."""
+    vocabulary = padded_vocabulary(shape, degrees.tensor, implementation.vocabulary_multiple)
+    count, rows = tokens.on(degrees), vocabulary // degrees.tensor
     whole, logits = NUMBER * count * shape.hidden, NUMBER * count * rows
     own = whole / degrees.tensor
     product = linear(count, shape.hidden, rows)
     gather, scatter = gather_and_scatter(whole, degrees)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
+    (norm, norm_back), (loss, loss_back) = implementation.norm, implementation.loss
     return LayerWork(
         (
-            MemoryPass(2 * own),
+            MemoryPass(norm * own),
             *gather,
             product[0],
             *sums,
-            MemoryPass(2 * logits, "ce_fusion"),
+            MemoryPass(loss * logits, "ce_fusion"),
         ),
         (
-            MemoryPass(2 * logits, "ce_fusion"),
+            MemoryPass(loss_back * logits, "ce_fusion"),
             *product[1:],
             *scatter,
-            MemoryPass(3 * own),
+            MemoryPass(norm_back * own),
         ),
-        2 * own + 3 * logits,
+        norm_saved(own, degrees, implementation) + implementation.loss_saved * logits,
         own,
     )
 
@@ -85,35 +127,52 @@ def predictor_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: To
     )
 
 
-def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+def _feed_forward(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens, implementation: Implementation
+) -> LayerWork:
     count, tensor = tokens.on(degrees), degrees.tensor
-    inner = _matrices(shape, shape.feed_forward // tensor, count)
+    inner = _matrices(shape, shape.feed_forward // tensor, count, implementation)
     whole = NUMBER * count * shape.hidden
     gather, scatter = gather_and_scatter(whole, degrees)
     residual = whole / tensor
+    norm, norm_back = implementation.norm
     return LayerWork(
-        (MemoryPass(2 * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
-        (*gather, *inner.backward, *gather, *scatter, MemoryPass(3 * residual), MemoryPass(3 * residual)),
-        2 * residual + inner.saved,
+        (MemoryPass(norm * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
+        (
+            *gather,
+            *inner.backward,
+            *gather * implementation.gathers_again,
+            *scatter,
+            MemoryPass(3 * residual),
+            MemoryPass(norm_back * residual),
+        ),
+        norm_saved(residual, degrees, implementation) + inner.saved,
         inner.workspace + residual,
     )
 
 
-def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerWork:
+def _matrices(shape: TransformerShape, width: int, tokens: int, implementation: Implementation) -> LayerWork:
     """The products up and down and the activation between them. Saved: what goes in and out of this one."""
     ups = 2 if shape.gated else 1
-    up, down = linear(tokens, shape.hidden, ups * width), linear(tokens, width, shape.hidden)
+    products = min(implementation.products[1], ups)
+    up, up_back = linears(tokens, shape.hidden, [ups * width // products] * products, implementation.join)
+    down = linear(tokens, width, shape.hidden)
     small = NUMBER * tokens * width
+    forward, backward = implementation.activation if shape.gated else (0, 0)
     return LayerWork(
-        (up[0], MemoryPass((ups + 1) * small), down[0]),
-        (*down[1:], MemoryPass((2 * ups + 1) * small), *up[1:]),
-        (ups + 1) * small,
+        (*up, MemoryPass((ups + 1 + forward) * small), down[0]),
+        (*down[1:], MemoryPass((2 * ups + 1 + backward) * small), *up_back),
+        (ups + 1 + (implementation.activation_saved if shape.gated else 0)) * small,
         ups * small,
     )
 
 
 def _experts(
-    shape: TransformerShape, experts: ExpertShape, degrees: ParallelDegrees, tokens: Tokens
+    shape: TransformerShape,
+    experts: ExpertShape,
+    degrees: ParallelDegrees,
+    tokens: Tokens,
+    implementation: Implementation,
 ) -> LayerWork:
     """Router, shared experts, and the routed ones: tokens are sorted by expert, sent, computed and sent back.
 
@@ -125,7 +184,7 @@ def _experts(
     own = count // tensor
     router = linear(own, hidden, experts.number)
     shared = (
-        _matrices(shape, experts.shared_width // tensor, count)
+        _matrices(shape, experts.shared_width // tensor, count, implementation)
         if experts.shared_width
         else LayerWork((), (), 0.0, 0.0)
     )
@@ -144,8 +203,9 @@ def _experts(
     sort_back = [MemoryPass(2 * sent, "permute_bwd")] if degrees.expert > 1 else []
     whole = NUMBER * count * hidden
     gather, scatter = gather_and_scatter(whole, degrees) if experts.shared_width else ([], [])
+    norm, norm_back = implementation.norm
     forward: tuple[Kernel, ...] = (
-        MemoryPass(2 * residual),
+        MemoryPass(norm * residual),
         router[0],
         *gather,
         *shared.forward,
@@ -174,17 +234,22 @@ def _experts(
         MemoryPass(3 * sent + residual, "permute_bwd"),
         *gather,
         *shared.backward,
-        *gather,
+        *gather * implementation.gathers_again,
         *scatter,
         *router[1:],
         MemoryPass(3 * residual),
         MemoryPass(3 * residual),
-        MemoryPass(3 * residual),
+        MemoryPass(norm_back * residual),
+    )
+    norm_bytes = (
+        norm_saved(residual, degrees, implementation)
+        if experts.shared_width
+        else residual * (implementation.norm_saved)
     )
     return LayerWork(
         forward,
         backward,
-        2 * residual + shared.saved + sent + (ups + 1) * small + 12.0 * own * experts.number,
+        norm_bytes + shared.saved + sent + (ups + 1) * small + 12.0 * own * experts.number,
         3 * sent + ups * small,
         exchanges_tokens=True,
         # Of megatron-core's modules mlp_norm, expert_fc1 and moe_act.

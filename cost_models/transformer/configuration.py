@@ -14,11 +14,12 @@ from ..text_files import read_text
 from .attention_windows import read_windows
 from .configuration_sizes import NO_DECODER, ConfigurationSizes, wrong_value
 from .known_keys import is_part, refuse_unknown, unknown_keys
-from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, ModelFamily
+from .model_families import FAMILIES, FOREIGN_FAMILIES, LAYER_NAMES, SIZE_KEYS, ModelFamily
 from .transformer_shape import (
     MOST_BLOCKS,
     AttentionShape,
     ExpertShape,
+    LayerNames,
     LayerParameters,
     TransformerShape,
     VectorParameters,
@@ -89,6 +90,7 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
         note=_note(kind, is_part=_has_parts(keys, kind)),
         predictors=sizes.optional(*PREDICTOR_KEYS),
         windows=read_windows(sizes, kind, min(blocks, MOST_BLOCKS)),
+        names=LAYER_NAMES.get(kind, LayerNames()),
     )
     shape = replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
     refuse_unknown(_unknown_keys(keys, text, sizes, kind))

@@ -52,7 +52,7 @@ class LayerBytes(LayerSeconds):
         """Bytes that a layer whose whole forward does not run again keeps on the device of a micro-batch: of
         what is offloaded that which is not copied out while its forward runs, since no forward waits."""
         if self.setting.recompute == "selective":
-            return work.saved - work.attention_saved
+            return work.saved - work.selective_saved
         if self.setting.recompute != "offload" or not work.offload.copied:
             return work.saved
         forward = self.costs.seconds(work, self.degrees).forward
@@ -77,7 +77,7 @@ class LayerBytes(LayerSeconds):
         for kind, number in self._numbers_by_kind(starts, middles).items():
             again = self.blocks[kind].saved + self.blocks[kind].workspace - saved
             space = np.maximum(space, np.where(number > 0, again, 0.0))
-        saved = saved + (middles - starts) * self._boundary
+        saved = saved + (middles - starts) * self._kept_again
         if self._has_predictors(stage):
             saved = saved + self.setting.predictors * self._predictor_saved
             space = np.maximum(space, self._predictor_workspace)
@@ -115,6 +115,8 @@ class LayerBytes(LayerSeconds):
 
     def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:
         shape = self.shape
+        if not self.costs.implementation.has_placeholders:
+            return 0.0
         if layers := [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]:
             layers.append(self._on_device(shape.attention_parameters()))
         experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert

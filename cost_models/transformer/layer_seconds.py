@@ -37,12 +37,13 @@ class LayerSeconds:
         self._sums: dict[tuple[object, ...], PassSeconds] = {}
         self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
+        code = costs.implementation
         self.blocks = {
-            routed: self._work(routed, partial(block_work, shape, routed, degrees, tokens))
+            routed: self._work(routed, partial(block_work, shape, routed, degrees, tokens, code))
             for routed in set(shape.routed)
         }
         self.embedding = self._work("embedding", lambda: embedding_work(shape, degrees, tokens))
-        self.head = self._work("head", lambda: head_work(shape, degrees, tokens))
+        self.head = self._work("head", lambda: head_work(shape, degrees, tokens, code))
         self.block_parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
         self._seconds = {
             (routed, again): self._beside_collectives(
@@ -51,7 +52,8 @@ class LayerSeconds:
             for routed, work in self.blocks.items()
             for again in (False, True)
         }
-        self._table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
+        rows = padded_vocabulary(shape, degrees.tensor, code.vocabulary_multiple)
+        self._table = rows * shape.hidden / degrees.tensor
         lookup, scores = (costs.seconds(work, degrees) for work in (self.embedding, self.head))
         table = ParameterCounts(self._table, 0)
         self._lookup, self._scores = (self._beside_collectives(own, table) for own in (lookup, scores))
@@ -60,6 +62,7 @@ class LayerSeconds:
         self.least_update_seconds = self._least_update_seconds()
         """That the slowest stage takes at least, however the blocks are divided."""
         self._boundary = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
+        self._kept_again = code.checkpointed * self._boundary
 
     def transfer_seconds(self, slot: int) -> float:
         """Of what crosses the cut behind a (virtual) stage, from a device to the one that follows it in the
@@ -75,6 +78,18 @@ class LayerSeconds:
         """Over the cuts before and behind a (virtual) stage; 0 before the first and behind the last."""
         enter = self.transfer_seconds(slot - 1) if slot else 0.0
         return enter, self.transfer_seconds(slot) if slot < self.slots - 1 else 0.0
+
+    @property
+    def reshards(self) -> bool:
+        """Whether the schedule gathers and reshards the weights of virtual stages."""
+        return self.degrees.zero == 3 and self.degrees.pipeline > 1
+
+    def gather_seconds(self, ranges: Sequence[range]) -> list[float]:
+        """Seconds of gathering the weights of each (virtual) stage."""
+        return [
+            gradient_collective("all_gather", WEIGHT, self.parameters(blocks, slot), self.degrees, self.costs)
+            for slot, blocks in enumerate(ranges)
+        ]
 
     def fixed_parts(self, slot: int) -> list[tuple[int, PassSeconds]]:
         """What a (virtual) stage has beside blocks, with how many of each: embedding, predictors, head."""
@@ -332,7 +347,7 @@ class LayerSeconds:
         if again:
             return PassSeconds(forward, backward + forward)
         if self.setting.recompute == "selective":
-            more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.attention)
+            more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.selective)
             return PassSeconds(forward, backward + more)
         if self.setting.recompute == "offload":
             copies = self._copy_seconds(work)
@@ -351,14 +366,20 @@ class LayerSeconds:
         """A layer's seconds with the collectives of ZeRO 2 and 3.
 
         Weights are gathered and gradients reduced while neighbours compute: a pass takes the longer of both.
-        Nothing computes before the `first` layer's gather, or after the reduction of its gradients.
+        Nothing computes before the `first` layer's gather, or after the reduction of its gradients. In a
+        pipeline no layer gathers for itself.
         """
-        zero = self.degrees.zero
-        if zero < 2:
+        if bytes := self.costs.implementation.accumulation:
+            # Gradients that are reduced at once are copied, not added to others in float32.
+            bytes -= GRADIENT * self.degrees.reduces_each
+            own = own._replace(backward=own.backward + self.costs.memory_seconds(bytes * sum(parameters)))
+        if not self.degrees.reduces_each:
             return own
-        gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
         reduce = gradient_collective("reduce_scatter", GRADIENT, parameters, self.degrees, self.costs)
-        again = gather if zero == 3 else 0.0
+        if self.degrees.pipeline > 1:
+            return own._replace(backward=max(own.backward, reduce))
+        gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
+        again = gather if self.degrees.zero == 3 else 0.0
         if first:
             return PassSeconds(own.forward + gather, max(own.backward, again) + reduce)
         return PassSeconds(max(own.forward, gather), max(own.backward, reduce + again))
@@ -368,8 +389,8 @@ class LayerSeconds:
 
         Beside them only the embedding computes, which takes next to no time: they are not hidden either.
         """
-        if self.degrees.zero < 2:
-            return lookup
+        if self.degrees.zero < 2 or self.degrees.pipeline > 1:
+            return self._beside_collectives(lookup, table)
         kind = self.shape.routed[0]
         block = self._block_seconds(self.blocks[kind], self.setting.recompute == "full")
         alone = self._beside_collectives(block, self.block_parameters[kind], first=True)

@@ -13,7 +13,7 @@ from .layer_bytes import LayerBytes
 from .layer_work import NUMBER
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
-from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
+from .training_setting import TrainingSetting, block_ranges, chunks_in_flight, chunks_unsharded
 from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
@@ -82,14 +82,13 @@ class LayerTable(LayerBytes):
         dense, routed = self.device_parameters(blocks, device)
         groups = degrees.gradient_group, degrees.expert_gradient_group
         spread = groups if degrees.zero else (1, 1)
-        share = groups if degrees.zero > 1 else (1, 1)
+        share = groups if degrees.reduces_each else (1, 1)
         saved = [self._saved(own) for own in blocks]
         if self._has_predictors(device):
             saved[-1] += self.setting.predictors * self._predictor_saved
         last = device == degrees.pipeline - 1
         return {
-            "weights": WEIGHT
-            * (2 * self._largest_parameters(blocks) if degrees.zero == 3 else dense + routed),
+            "weights": WEIGHT * self._gathered_parameters(blocks, device),
             "gradients": GRADIENT * (dense / share[0] + routed / share[1]) + self._unreduced_bytes(blocks),
             "optimizer": STATE * (dense / spread[0] + routed / spread[1]),
             "activations": self._most_in_flight(saved, device),
@@ -101,6 +100,24 @@ class LayerTable(LayerBytes):
             "placeholders": self._placeholders(blocks, self._has_predictors(device)),
             "libraries": LIBRARIES,
         }
+
+    def _gathered_parameters(self, blocks: Sequence[range], device: int) -> float:
+        """Most parameters of which a device has the whole weights at a time: two layers under FSDP that
+        reshards, those of the virtual stages that a schedule keeps gathered, or all."""
+        if self.degrees.zero < 3:
+            return sum(self.device_parameters(blocks, device))
+        if not self.reshards:
+            return 2 * self._largest_parameters(blocks)
+        stages, setting = self.degrees.pipeline, self.setting
+        counts = [sum(self.parameters(own, chunk * stages + device)) for chunk, own in enumerate(blocks)]
+        together = chunks_unsharded(
+            device,
+            stages,
+            setting.micro_batches,
+            setting.virtual_stages,
+            self.degrees.max_param_unsharded_stages,
+        )
+        return max(sum(counts[chunk] for chunk in own) for own in together)
 
     def _most_in_flight(self, bytes: Sequence[float], device: int) -> float:
         """At the peak, of so many bytes of a micro-batch in each virtual stage of a device."""
@@ -123,7 +140,7 @@ class LayerTable(LayerBytes):
 
     def _unreduced_bytes(self, blocks: Sequence[range]) -> float:
         """Where gradients are spread: of the layer whose backward runs, in bfloat16 and in float32."""
-        if self.degrees.zero < 2:
+        if not self.degrees.reduces_each:
             return 0.0
         return (NUMBER + GRADIENT) * self._largest_parameters(blocks)
 
@@ -131,7 +148,7 @@ class LayerTable(LayerBytes):
         """Bytes that the blocks keep of a micro-batch for backward: those that run again their input."""
         number = self.setting.recomputed(len(blocks))
         saved = sum(count * self._saved_by_kind[kind] for kind, count in self._kinds(blocks[number:]))
-        return saved + number * self._boundary
+        return saved + number * self._kept_again
 
     def _backward_bytes(self, blocks: range) -> float:
         """Besides, while a block's backward runs: where its forward runs again, all that this keeps, when
@@ -182,7 +199,7 @@ class LayerTable(LayerBytes):
         rest = np.append(np.cumsum(saved[::-1])[::-1], 0.0)
         again = np.append(0.0, np.maximum.accumulate(saved + space)) - rest
         behind = np.append(np.maximum.accumulate(space[::-1])[::-1], 0.0)
-        return rest + np.arange(len(works) + 1) * self._boundary, np.maximum(again.clip(0.0), behind)
+        return rest + np.arange(len(works) + 1) * self._kept_again, np.maximum(again.clip(0.0), behind)
 
     def least_blocks_again(
         self, numbers: Mapping[bool, np.ndarray], device: int, memory_bytes: float
@@ -221,8 +238,8 @@ class LayerTable(LayerBytes):
         """How many blocks must run again to free so many bytes: the first ones in the stages with most
         micro-batches in flight, `more` than in that with the least."""
         saved = self._saved_by_kind.values()
-        once = max(0.0, least * (max(saved) - self._boundary))
-        first = once + np.sort(more)[::-1] * max(0.0, min(saved) - self._boundary)
+        once = max(0.0, least * (max(saved) - self._kept_again))
+        first = once + np.sort(more)[::-1] * max(0.0, min(saved) - self._kept_again)
         freed = np.append(0.0, np.cumsum(first))
         again = np.searchsorted(freed, too_much * (1 - 1e-9)).astype(float)
         rest = np.ceil((too_much - freed[-1]) / once - 1e-9) if once else np.inf
@@ -269,8 +286,10 @@ class LayerTable(LayerBytes):
         }
 
     def _state_sum(self, blocks: Sequence[range], device: int) -> float:
+        """Bytes of weights, gradients and optimizer state; without weights that are not gathered always."""
         ledger = self.ledger(blocks, device)
-        return sum(ledger[name] for name in ("weights", "gradients", "optimizer"))
+        names = ("gradients", "optimizer") if self.reshards else ("weights", "gradients", "optimizer")
+        return sum(ledger[name] for name in names)
 
     def peak_room(self, device: int, memory_bytes: float) -> tuple[np.ndarray, float]:
         """Micro-batches in flight at each peak in each virtual stage of a device, and the bytes that it has
@@ -285,7 +304,7 @@ class LayerTable(LayerBytes):
     def block_bytes(self, kind: bool, *, again: bool) -> tuple[float, float]:
         """Of a block, with experts or without, whose forward runs again or does not: its states, and what it
         keeps of a micro-batch."""
-        return self._block_states[kind], self._boundary if again else self._saved_by_kind[kind]
+        return self._block_states[kind], self._kept_again if again else self._saved_by_kind[kind]
 
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:
         setting = self.setting

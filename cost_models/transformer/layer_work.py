@@ -3,11 +3,11 @@ tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .kernel_table import Collective, Kernel, Matmul
+from .kernel_table import Collective, Kernel, Matmul, MemoryPass
 from .parallel_degrees import ParallelDegrees
 
 NUMBER = 2
@@ -39,8 +39,8 @@ class LayerWork:
     """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
     for backward, and bytes besides at its peak, while backward runs.
 
-    `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
-    values to the result; `attention_saved`: what need not be kept then. `offload`: of what it saves
+    `selective`: of the forward those kernels that selective recomputation runs again;
+    `selective_saved`: what need not be kept then. `offload`: of what it saves
     that which the trainer's modules can keep in the host's memory."""
 
     forward: tuple[Kernel, ...]
@@ -49,8 +49,8 @@ class LayerWork:
     workspace: float
     exchanges_tokens: bool = False
     """Whether the host waits for how many tokens each expert takes."""
-    attention: tuple[Kernel, ...] = ()
-    attention_saved: float = 0.0
+    selective: tuple[Kernel, ...] = ()
+    selective_saved: float = 0.0
     offload: Offload = Offload(0.0, 0.0)
 
     def __add__(self, other: LayerWork) -> LayerWork:
@@ -60,8 +60,8 @@ class LayerWork:
             self.saved + other.saved,
             max(self.workspace, other.workspace),
             self.exchanges_tokens or other.exchanges_tokens,
-            self.attention + other.attention,
-            self.attention_saved + other.attention_saved,
+            self.selective + other.selective,
+            self.selective_saved + other.selective_saved,
             self.offload.plus(other.offload),
         )
 
@@ -85,6 +85,16 @@ def linear(tokens: int, inputs: int, outputs: int) -> tuple[Matmul, Matmul, Matm
         Matmul(tokens, outputs, inputs, "NN"),
         Matmul(outputs, tokens, inputs, "NT"),
     )
+
+
+def linears(
+    tokens: int, inputs: int, outputs: Sequence[int], join: float
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Forward and backward of products of the same input. `join`: passes over the input's gradient for each
+    but the first, to add it up."""
+    products = [linear(tokens, inputs, size) for size in outputs]
+    joins = [MemoryPass(join * NUMBER * tokens * inputs)] * (len(products) - 1)
+    return [own[0] for own in products], [*(part for own in products for part in own[1:]), *joins]
 
 
 def gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Kernel], list[Kernel]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from .transformer_shape import LayerNames
+
 SIZE_KEYS: dict[str, tuple[str, ...]] = {
     "layers": (
         "num_hidden_layers", "n_layer", "n_layers", "num_layers",
@@ -206,6 +208,34 @@ FAMILIES: dict[str, ModelFamily] = {
     "dbrx": ModelFamily(norm="scale"),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
 }
+
+_GPT2_NAMES = LayerNames("transformer.wte", "transformer.h", ("transformer.ln_f", "lm_head"))
+_MPT_NAMES = LayerNames("transformer.wte", "transformer.blocks", ("transformer.norm_f", "lm_head"))
+_LAST_NORM = LayerNames(ends=("model.final_layernorm", "lm_head"))
+LAYER_NAMES: dict[str, LayerNames] = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen"), _GPT2_NAMES),
+    **dict.fromkeys(("mpt", "dbrx"), _MPT_NAMES),
+    **dict.fromkeys(("phi", "persimmon"), _LAST_NORM),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"),
+        LayerNames(ends=("model.norm", "lm_head", "div")),
+    ),
+    **dict.fromkeys(
+        ("gemma2", "vaultgemma", "nanochat", "cohere2_moe"), LayerNames(ends=("model.norm", "lm_head", "mul"))
+    ),
+    "gpt_neox": LayerNames("gpt_neox.embed_in", "gpt_neox.layers", ("gpt_neox.final_layer_norm", "lm_head")),
+    "opt": LayerNames(
+        "model.decoder.embed_tokens", "model.decoder.layers", ("model.decoder.final_layer_norm", "lm_head")
+    ),
+    "biogpt": LayerNames("biogpt.embed_tokens", "biogpt.layers", ("biogpt.layer_norm", "output_projection")),
+    "xglm": LayerNames(ends=("model.layer_norm", "lm_head")),
+    "falcon": LayerNames("transformer.word_embeddings", "transformer.h", ("transformer.ln_f", "lm_head")),
+    **{
+        kind: LayerNames(f"{kind}.embeddings", f"{kind}.encoder.layer", ("cls",))
+        for kind in ("bert", "ernie")
+    },
+}
+"""Names of layers of transformers' models where they are not Llama's."""
 
 FOREIGN_FAMILIES = frozenset(
     {

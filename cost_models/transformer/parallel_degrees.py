@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .transformer_shape import TransformerShape
 
 ContextExchange = Literal["all-to-all", "ring", "all-gather"]
+UNSHARDED_STAGES = 3
+"""Most virtual stages of a device that torch 2.14 keeps gathered (`max_active_stages`)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,13 @@ class ParallelDegrees:
     `zero`: what is spread over the devices that add up the same gradients (Rajbhandari et al., "ZeRO", SC
     2020). 0: nothing. 1: the optimizer's state. 2: gradients too, and 3: weights too, as torch's FSDP2 does
     it without and with `reshard_after_forward`: weights are gathered for every micro-batch, in forward (3: in
-    backward again), and gradients reduced in every backward. 2 and 3 need a single stage: the repeated
-    gathers of torch's looped schedules, at most three stages at a time, are not costed.
+    backward again), and gradients reduced in every backward.
+
+    In a pipeline torch's schedules (2.14, `distributed/pipelining`) turn FSDP's reduction off until a stage's
+    last backward (`perform_reduce_grad`), so that gradients are whole until then. 1: weights are gathered for
+    the step, as FSDP without resharding does it. 2: gradients are reduced in every backward (NeMo AutoModel's
+    `defer_fsdp_grad_sync: false`). 3: looped schedules gather the weights of at most
+    `max_param_unsharded_stages` virtual stages at a time, and reshard others (`_add_unshard_reshard`).
     """
 
     tensor: int = 1
@@ -41,6 +48,7 @@ class ParallelDegrees:
     data: int = 1
     zero: int = 1
     exchange: ContextExchange = "all-to-all"
+    max_param_unsharded_stages: int = UNSHARDED_STAGES
 
     def __post_init__(self) -> None:
         for field in ("tensor", "context", "expert", "pipeline", "data"):
@@ -56,6 +64,11 @@ class ParallelDegrees:
     def devices(self) -> int:
         """In all."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every backward reduces gradients, which are spread then."""
+        return self.zero == 2 or (self.zero == 3 and self.pipeline == 1)
 
     @property
     def gradient_group(self) -> int:
@@ -102,8 +115,6 @@ class ParallelDegrees:
             if (tensor * self.context * self.data) % self.expert:
                 group = tensor * self.context * self.data
                 return f"expert={self.expert} does not divide tensor x context x data = {group}"
-        if self.zero > 1 and self.pipeline > 1:
-            return f"zero={self.zero}: is of one pipeline stage, not of {self.pipeline}"
         return ""
 
     def check(self, shape: TransformerShape, sequence: int) -> None:
@@ -112,6 +123,6 @@ class ParallelDegrees:
             raise UsageError(problem, "Choose degrees that divide heads, widths, experts and tokens.")
 
 
-def padded_vocabulary(shape: TransformerShape, tensor: int) -> int:
-    """Rows of embedding and head: a multiple of 128 for each device, as Megatron-LM pads them."""
-    return math.ceil(shape.vocabulary / (128 * tensor)) * 128 * tensor
+def padded_vocabulary(shape: TransformerShape, tensor: int, multiple: int = 128) -> int:
+    """Rows of embedding and head: a multiple for each device, as Megatron-LM pads them."""
+    return math.ceil(shape.vocabulary / (multiple * tensor)) * multiple * tensor

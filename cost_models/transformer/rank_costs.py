@@ -20,6 +20,7 @@ from ..collectives import (
 )
 from ..machines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
+from .implementations import MEGATRON, Implementation
 from .kernel_table import (
     AttentionKernel,
     Collective,
@@ -144,6 +145,8 @@ class RankCosts:
     overheads: Overheads = Overheads()
     host_bandwidth: float | None = None
     """Bytes per second of a device's copies to the host's memory, and of those back; None: not known."""
+    implementation: Implementation = MEGATRON
+    """Whose code runs them."""
     updates: dict[Hashable, float] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Seconds of updates that were asked for."""
     works: dict[Hashable, LayerWork] = field(init=False, default_factory=dict, compare=False, repr=False)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
+from ..program import list_unshards
 from ..schedules import device_actions, one_f_one_b_in_flight
 from .layer_work import Tokens
 from .parallel_degrees import ParallelDegrees
@@ -95,6 +96,15 @@ def block_ranges(counts: Sequence[int]) -> list[range]:
     """The blocks of stages that follow one another."""
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def chunks_unsharded(
+    device: int, stages: int, micro_batches: int, virtual_stages: int, most: int
+) -> frozenset[tuple[int, ...]]:
+    """Sets of virtual stages of a device whose weights are gathered at the same time, of `most` at most."""
+    actions = device_actions(device, stages, min(micro_batches, 4 * stages), virtual_stages)
+    return frozenset(tuple(sorted(chunks)) for _, chunks in list_unshards(actions, most))
 
 
 @lru_cache(maxsize=4096)

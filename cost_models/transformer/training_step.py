@@ -23,7 +23,7 @@ from .layer_table import LayerTable, StageEstimate
 from .parallel_degrees import ParallelDegrees
 from .pipeline_layout import layout_problems, stage_letters
 from .rank_costs import PassSeconds, RankCosts
-from .training_setting import TrainingSetting, block_ranges, virtual_stages_problem
+from .training_setting import TrainingSetting, block_ranges
 from .transformer_shape import TransformerShape
 
 
@@ -52,8 +52,8 @@ def estimate_step(
     """Of the stages with so many `blocks` each (None: even ones); of virtual stages, of each of these, in the
     order in which a micro-batch goes through them. Raises UsageError for what cannot be."""
     degrees.check(shape, setting.tokens.sequence)
-    if problem := virtual_stages_problem(degrees, setting):
-        raise UsageError(problem, "Choose other virtual stages, or micro-batches.")
+    if problem := costs.implementation.problem_with(degrees, setting):
+        raise UsageError(problem, "Choose other virtual stages, micro-batches, ZeRO or recomputation.")
     stages = degrees.pipeline * setting.virtual_stages
     counts = setting.even_blocks(shape.blocks, stages) if blocks is None else list(blocks)
     problems = ["one number from 0 on is needed for each"] * (len(counts) != stages or min(counts) < 0)
@@ -94,11 +94,21 @@ def _pipeline_seconds(layers: LayerTable, ranges: Sequence[range]) -> float:
     """Of all micro-batches; of the blocks of each (virtual) stage."""
     own = [layers.seconds(blocks, slot) for slot, blocks in enumerate(ranges)]
     transfers = [layers.transfer_seconds(slot) for slot in range(len(own) - 1)]
-    return pipeline_seconds(own, transfers, layers.setting.micro_batches, layers.setting.virtual_stages)
+    gathers = layers.gather_seconds(ranges) if layers.reshards else ()
+    most = layers.degrees.max_param_unsharded_stages
+    count, virtual = layers.setting.micro_batches, layers.setting.virtual_stages
+    return pipeline_seconds(own, transfers, count, virtual, gathers, most)
 
 
-def pipeline_costs(own: Sequence[PassSeconds], transfers: Sequence[float], virtual: int) -> Costs:
-    """Of (virtual) stages that take so long for a micro-batch, as the simulator takes them."""
+def pipeline_costs(
+    own: Sequence[PassSeconds],
+    transfers: Sequence[float],
+    virtual: int,
+    gathers: Sequence[float] = (),
+    unsharded_stages: int = 1,
+) -> Costs:
+    """Of (virtual) stages that take so long for a micro-batch, as the simulator takes them. `gathers`:
+    seconds of gathering the weights of each, of so many of a device at a time; empty: they are there."""
     stages = len(own) // virtual
     forward, backward = (
         np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]
@@ -110,19 +120,26 @@ def pipeline_costs(own: Sequence[PassSeconds], transfers: Sequence[float], virtu
         backward=backward,
         forward_occupancy=cuts,
         backward_occupancy=cuts,
+        unshard=np.array(gathers).reshape(virtual, stages).T if gathers else None,
+        unsharded_chunks=unsharded_stages,
         transfers="rendezvous" if virtual == 1 else "overlapped",
     )
 
 
 def pipeline_seconds(
-    own: Sequence[PassSeconds], transfers: Sequence[float], micro_batches: int, virtual: int = 1
+    own: Sequence[PassSeconds],
+    transfers: Sequence[float],
+    micro_batches: int,
+    virtual: int = 1,
+    gathers: Sequence[float] = (),
+    unsharded_stages: int = 1,
 ) -> float:
     """Of all micro-batches, on (virtual) stages that take so long for one; `transfers`: over the cut behind
-    each stage but the last, in either direction."""
+    each stage but the last, in either direction. `gathers`: as `pipeline_costs` has them."""
     stages = len(own) // virtual
     if len(own) == 1:
         return micro_batches * own[0].both
-    costs = pipeline_costs(own, transfers, virtual)
+    costs = pipeline_costs(own, transfers, virtual, gathers, unsharded_stages)
 
     def seconds(count: int) -> float:
         return float(simulate(pipeline_program(stages, count, virtual), costs).step_seconds)

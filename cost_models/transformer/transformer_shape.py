@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ..errors import UsageError
@@ -75,6 +76,20 @@ class VectorParameters(NamedTuple):
     vocabulary: int = 0
 
 
+class LayerNames(NamedTuple):
+    """Names of layers in a profile: the embedding, the list of the blocks, and the layers after them."""
+
+    embedding: str = "model.embed_tokens"
+    blocks: str = "model.layers"
+    ends: tuple[str, ...] = ("model.norm", "lm_head")
+
+    @property
+    def granularity(self) -> str:
+        """The granularity of a profile with these layers."""
+        modules = (name for name in self.ends if name not in ("div", "mul"))
+        return f"module:{','.join((f'{self.blocks}.*', *modules))}"
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """`number` experts of `width`, `per_token` of which a token takes; `shared_width` is for every token."""
@@ -125,6 +140,7 @@ class TransformerShape:
     note: str = ""
     predictors: int = 0
     windows: tuple[AttentionWindow | None, ...] = ()
+    names: LayerNames = LayerNames()
 
     @property
     def blocks(self) -> int:
@@ -161,6 +177,27 @@ class TransformerShape:
         blocks = self.blocks * sum(self.attention_parameters())
         blocks += sum(sum(self.feed_forward_parameters(own)) for own in self.routed)
         return tables + vectors.first + vectors.last + vectors.vocabulary * self.vocabulary + blocks
+
+    def layers(self, predictors: int = 0) -> list[tuple[str, int]]:
+        """List the layers as a profile has them, in order.
+
+        Args:
+            predictors: Multi-token predictors that are trained.
+
+        Returns:
+            Name and number of parameters of each. Of weights that several layers use the first counts them.
+        """
+        names, vectors, table = self.names, self.beside_matrices(), self.vocabulary * self.hidden
+        blocks = [
+            sum(self.attention_parameters()) + sum(self.feed_forward_parameters(own)) for own in self.routed
+        ]
+        layers = [(names.embedding, table + vectors.first)]
+        layers += [(f"{names.blocks}.{number}", count) for number, count in enumerate(blocks)]
+        predictor = blocks[-1] + 3 * self.hidden + 2 * self.hidden**2
+        layers += [(f"model.mtp.{number}", predictor) for number in range(predictors)]
+        head = (0 if self.tied else table) + vectors.vocabulary * self.vocabulary
+        ends = [vectors.last + head] if len(names.ends) == 1 else [vectors.last, head]
+        return layers + list(zip_longest(names.ends, ends, fillvalue=0))  # type: ignore[arg-type]
 
     def active_parameters(self) -> int:
         """Those that a token uses: of the routed experts only its own."""

@@ -83,23 +83,25 @@ def _update_seconds(own: ParameterCounts, degrees: ParallelDegrees, costs: RankC
         share = count
         if degrees.zero:
             share = count / size
-        if size > 1 and degrees.zero == 1:
-            total += links.collective("reduce_scatter", GRADIENT * count, size, stride)
-            total += links.collective("all_gather", WEIGHT * count, size, stride)
-        elif size > 1 and not degrees.zero:
+        if size > 1 and not degrees.zero:
             total += links.collective("all_reduce", GRADIENT * count, size, stride)
-        for bytes in _passes(count, share, degrees):
+        if size > 1 and degrees.zero and not degrees.reduces_each:
+            total += links.collective("reduce_scatter", GRADIENT * count, size, stride)
+        # In a pipeline ZeRO 2 gathers once a step; where a schedule gathers stages, the simulator has it.
+        if size > 1 and (degrees.zero == 1 or (degrees.zero == 2 and degrees.pipeline > 1)):
+            total += links.collective("all_gather", WEIGHT * count, size, stride)
+        for bytes in _passes(count, share, degrees, costs):
             total += costs.memory_seconds(bytes)
     return total
 
 
-def _passes(count: float, share: float, degrees: ParallelDegrees) -> list[float]:
+def _passes(count: float, share: float, degrees: ParallelDegrees, costs: RankCosts) -> list[float]:
     """Bytes of the passes over so many parameters, of which a device updates a share: gradients are zeroed,
     looked through for what is no number and divided by the replicas (both in megatron-core's
     `start_grad_sync`, Megatron-LM's defaults; FSDP does it in its collectives), their norm is taken, they are
     scaled down to it (as long as it is above 1, where Megatron-LM clips), the weights are updated."""
     whole = [GRADIENT * count]
-    if degrees.zero > 1:
+    if degrees.zero > 1 or costs.implementation.uses_fsdp:
         whole = [GRADIENT * share]
     elif degrees.gradient_group > 1:
         whole += [GRADIENT * count, 2 * GRADIENT * count]

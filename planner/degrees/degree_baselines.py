@@ -5,7 +5,8 @@ node, then as many stages as the memory needs, data parallelism with the rest, a
 sequence (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 3, takeaways 1 and 2); recomputation where it does not fit without. `grid`: the fastest
 of powers of two, tensor parallelism inside a node, micro-batches of 1 to 4 sequences, with and without
-recomputation. `data-parallel` (ZeRO 1) and `fsdp` (ZeRO 3): every device a replica.
+recomputation. `data-parallel` (ZeRO 1, or FSDP that does not reshard) and `fsdp` (ZeRO 3): every device a
+replica.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ...cost_models.topology import Topology
+from ...cost_models.transformer.implementations import IMPLEMENTATIONS
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts
@@ -38,10 +40,12 @@ def degree_baselines(
     every = list(_list_even(shape, devices, options, topology.gpus_per_node))
     plans = {
         "megatron": _first_that_fits(sorted(_megatron(every), key=_by_rule), shape, costs, memory_bytes),
-        "grid": _fastest((one for one in every if one.degrees.zero == 1), shape, costs, memory_bytes),
+        "grid": _fastest((one for one in every if one.degrees.zero != 3), shape, costs, memory_bytes),
     }
-    for name, zero in (("data-parallel", 1), ("fsdp", 3)):
-        replicas = (one for one in every if one.degrees.data == devices and one.degrees.zero == zero)
+    for name, is_fsdp in (("data-parallel", False), ("fsdp", True)):
+        replicas = (
+            one for one in every if one.degrees.data == devices and (one.degrees.zero == 3) == is_fsdp
+        )
         plans[name] = _fastest(replicas, shape, costs, memory_bytes)
     none = "does not fit, or does not divide the devices, the batch and the model"
     return tuple(DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items())
@@ -57,7 +61,7 @@ def _list_even(
         pp=tuple(power for power in powers if shape.blocks % power == 0),
         cp=None,
         ep=tuple(powers),
-        zero=(1, 3),
+        zero=(1, 2, 3) if IMPLEMENTATIONS[options.implementation].uses_fsdp else (1, 3),
         micro_batch_size=(1, 2, 4),
         virtual_stages=(1,),
         recompute="auto",
@@ -81,7 +85,7 @@ def _megatron(every: Sequence[Combination]) -> Iterator[Combination]:
         degrees = one.degrees
         inside = degrees.tensor == widest or degrees.pipeline == 1
         spread = degrees.expert == most[replace(degrees, expert=1)]
-        if degrees.zero == 1 and inside and spread and one.micro_batch_size == 1:
+        if degrees.zero != 3 and inside and spread and one.micro_batch_size == 1:
             yield one
 
 

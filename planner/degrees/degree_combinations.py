@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
+from ...cost_models.transformer.implementations import IMPLEMENTATIONS
 from ...cost_models.transformer.layer_work import Tokens
-from ...cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
-from ...cost_models.transformer.training_setting import (
-    Recomputation,
-    TrainingSetting,
-    virtual_stages_problem,
+from ...cost_models.transformer.parallel_degrees import (
+    UNSHARDED_STAGES,
+    ContextExchange,
+    ParallelDegrees,
 )
+from ...cost_models.transformer.training_setting import Recomputation, TrainingSetting
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_options import DegreeOptions
 
@@ -75,6 +76,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
     to `most_recompute_blocks`."""
     modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
     modes += [("offload", None)] * options.offload
+    implementation = IMPLEMENTATIONS[options.implementation]
     for tensor, context, stages in list_degrees(shape, devices, options):
         if devices % (tensor * context * stages):
             continue
@@ -85,9 +87,10 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         exchanges, offsets = context_exchanges(context, options), _predictor_offsets(stages, options)
         virtuals = virtual_stage_numbers(shape, stages, options)
         choices = (
-            ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
+            ParallelDegrees(tensor, context, expert, stages, data, zero, exchange, most)
             for expert, exchange in product(experts, exchanges)
             for zero in zero_stages(shape, ParallelDegrees(tensor, context, expert, stages, data), options)
+            for most in unsharded_stages(zero, stages, options)
         )
         for degrees in choices:
             if degrees.problem_with(shape, options.sequence):
@@ -101,18 +104,27 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                     )
                     one = Combination(degrees, setting)
                     unfit = _offloads_under_fsdp(degrees, setting)
-                    if unfit or virtual_stages_problem(degrees, setting):
+                    if unfit or implementation.problem_with(degrees, setting):
                         continue
                     if number is None or most_recompute_blocks(shape, one) > 0:
                         yield one
 
 
 def zero_stages(shape: TransformerShape, degrees: ParallelDegrees, options: DegreeOptions) -> Sequence[int]:
-    """Allowed stages of ZeRO; by default all of them where there is no pipeline and something to spread."""
+    """Allowed stages of ZeRO; by default all that the implementation has that may pay."""
     if options.zero is not None:
         return options.zero
     shares = max(degrees.gradient_group, degrees.expert_gradient_group if any(shape.routed) else 1)
-    return (0, 1, 2, 3) if degrees.pipeline == 1 and shares > 1 else (1,)
+    implementation = IMPLEMENTATIONS[options.implementation]
+    return implementation.zero_stages(degrees.pipeline, has_replicas=shares > 1)
+
+
+def unsharded_stages(zero: int, stages: int, options: DegreeOptions) -> Sequence[int]:
+    """Numbers of virtual stages that may be gathered at a time; the largest where none is resharded."""
+    allowed = options.max_param_unsharded_stages or (UNSHARDED_STAGES,)
+    if stages == 1:
+        return (UNSHARDED_STAGES,)
+    return allowed if zero == 3 else (max(allowed),)
 
 
 def list_degrees(

@@ -10,8 +10,8 @@ from ...cost_models import arguments
 from ...cost_models.arguments import Converted, Options, option, options_class, read_whole_number
 from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.quantities import parse_rate
+from ...cost_models.transformer.implementations import IMPLEMENTATIONS
 
-IMPLEMENTATIONS = ("megatron", "torchtitan", "transformers")
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
 """Words that the search takes, and in files until 0.1."""
 _RECOMPUTE_WORDS = {
@@ -59,16 +59,6 @@ def _recompute(name: str, value: Any) -> str:
             "Use one of: auto, never, selective, first-layers, always; `offload` is an option.",
         )
     return _RECOMPUTE_WORDS[word]
-
-
-def _implementation(name: str, value: Any) -> str:
-    if value in IMPLEMENTATIONS[1:]:
-        raise UsageError(
-            f"{name}={value!r}: its kernels, and what they keep for backward, are not known",
-            "Omit it: the seconds and bytes are those of Megatron-LM with Transformer Engine, and an export "
-            "to another trainer says so.",
-        )
-    return _one_word(IMPLEMENTATIONS[:1])(name, value)
 
 
 def _predictors(name: str, value: Any) -> int:
@@ -141,12 +131,13 @@ class ConfigurationOptions(Options):
     degrees that have one value, by name; it is set as that of their own field.
     """
 
-    implementation: Literal["megatron"] | str = _option(
+    implementation: Literal["megatron", "torchtitan", "transformers"] | str = _option(
         "megatron",
-        _implementation,
-        "Whose code is costed: megatron, with Transformer Engine.",
-        "megatron",
-        words=IMPLEMENTATIONS,
+        _one_word(tuple(IMPLEMENTATIONS)),
+        "Whose code is costed: megatron (with Transformer Engine), torchtitan (compiled), or transformers "
+        "(its modules, as NeMo AutoModel trains them).",
+        "megatron|torchtitan|transformers",
+        words=tuple(IMPLEMENTATIONS),
     )
     kernels: Converted[str | Path | None, Path | None] = _option(
         None, arguments.optional_path, "A CSV file of measured kernels; default: the GPU's limits.", "FILE"
@@ -183,6 +174,10 @@ class ConfigurationOptions(Options):
         "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8, of all "
         "devices no more than layers, embedding and head."
     )
+    max_param_unsharded_stages: Converted[Sequence[int] | int | None, Sequence[int] | None] = _degree_option(
+        "Virtual stages of a device whose weights may be gathered at a time, with ZeRO 3 in a pipeline; "
+        "default: 3, as torch has it."
+    )
     offload: bool = _option(
         False,
         arguments.flag,
@@ -217,8 +212,8 @@ class ConfigurationOptions(Options):
 class DegreeOptions(ConfigurationOptions):
     """What is trained, and which degrees are allowed; None: all. Raises UsageError.
 
-    `mini_batch`: sequences of one optimizer step. `zero`: allowed stages of ZeRO (2 and 3: FSDP, without a
-    pipeline); None: 0 to 3 without a pipeline, 1 in one.
+    `mini_batch`: sequences of one optimizer step. `zero`: allowed stages of ZeRO (2 and 3: FSDP);
+    None: those that the implementation has that may pay.
     """
 
     mini_batch: Converted[int | None, int] = option(
@@ -234,8 +229,8 @@ class DegreeOptions(ConfigurationOptions):
         None,
         _zero,
         "Allowed stages of ZeRO: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
-        "gradients too, 3 the weights too (2 and 3: FSDP, without a pipeline); default: 0 to 3 without a "
-        "pipeline, 1 in one.",
+        "gradients too, 3 the weights too (2 and 3: FSDP, which torchtitan and transformers have in a "
+        "pipeline, too); default: those of the implementation that may pay.",
         "N[,N]",
         read=_read_zero,
     )
@@ -279,6 +274,9 @@ class DegreeOptions(ConfigurationOptions):
             if values is not None and not any(value in allowed for value in values):
                 problem = f"{name}={','.join(map(str, values))}: no degrees by stage, {why}"
                 raise UsageError(problem, f"Omit `{name}`, or `by_stage`.")
+        if self.implementation != "megatron":
+            problem = f"implementation={self.implementation}: no degrees by stage, they are Megatron-LM's"
+            raise UsageError(problem, "Omit `implementation`, or `by_stage`.")
         if self.offload:
             raise UsageError(
                 "offload: no degrees by stage, their stages do not offload", "Omit `offload`, or `by_stage`."

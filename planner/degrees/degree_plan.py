@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, cast
 
 from ...cost_models.memory import round_ledger, with_reserve
 from ...cost_models.quantities import format_count
@@ -48,7 +47,7 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
         shape, stages, estimate = _shape(best), builder.equal_stages(best), best.estimate
     else:
         others, estimate = list(answer.plans), own.estimate
-        shape = _shape_by_stage(own, options.predictors)
+        shape = _shape_by_stage(own, options.predictors, len(answer.shape.names.ends))
         stages = builder.own_stages(own, shape.balance)
     step = estimate.step_seconds
     bounds = [answer.bound_seconds, *([answer.by_stage.bound_seconds] if answer.by_stage else [])]
@@ -56,14 +55,16 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
     busy = shape.micro_batches * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     degrees = [stage.degrees or shape.degrees for stage in stages]
     training = TransformerTraining(
-        implementation=cast(Literal["megatron"], options.implementation),
+        implementation=answer.costs.implementation.name,
         blocks=answer.shape.blocks,
         predictors=options.predictors,
+        head_layers=len(answer.shape.names.ends),
         sequence=options.sequence,
         parameters=answer.shape.parameters(),
         active_parameters=answer.shape.active_parameters(),
     )
-    names, zero = training.layer_names, max(each.zero for each in degrees if each)
+    names = [name for name, _ in answer.shape.layers(options.predictors)]
+    zero = max(each.zero for each in degrees if each)
     return Plan(
         **dict(shape),
         model=answer.shape.name,
@@ -105,6 +106,7 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
             layers_sha256=sha256("\n".join(names)),
             dtype="bfloat16",
             device_name=topology.device(0).name,
+            granularity=answer.shape.names.granularity,
             estimated=bool(answer.assumed_kernels),
         ),
     )
@@ -128,7 +130,10 @@ def _shape(plan: DegreePlan) -> PlanShape:
     )
     predictors = setting.predictor_slot(len(plan.blocks))
     balance = [
-        blocks + (slot == 0) + (slot == last) + setting.predictors * (slot == predictors)
+        blocks
+        + (slot == 0)
+        + (slot == last) * len(plan.layers.shape.names.ends)
+        + setting.predictors * (slot == predictors)
         for slot, blocks in enumerate(plan.blocks)
     ]
     return PlanShape(
@@ -142,11 +147,11 @@ def _shape(plan: DegreePlan) -> PlanShape:
     )
 
 
-def _shape_by_stage(plan: StagePlan, predictors: int) -> PlanShape:
+def _shape_by_stage(plan: StagePlan, predictors: int, head_layers: int) -> PlanShape:
     """Layers and batches of a plan whose stages have degrees of their own, the predictors with the head."""
     counts = [len(own.blocks) for own in plan.stages]
     counts[0] += 1
-    counts[-1] += 1 + predictors
+    counts[-1] += head_layers + predictors
     words = [block_recompute(own.recompute.kind, own.recompute.blocks) for own in plan.stages]
     return PlanShape(
         balance=counts,

@@ -9,10 +9,11 @@ from typing import Any
 
 from ...cost_models.errors import InfeasibleError, UsageError
 from ...cost_models.quantities import format_bytes, format_count
+from ...cost_models.transformer.implementations import IMPLEMENTATIONS
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
-from ...cost_models.transformer.training_setting import TrainingSetting, virtual_stages_problem
+from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import (
     LEAST_TOKENS,
@@ -123,10 +124,16 @@ def _miss_of_stages(degrees: ParallelDegrees, options: DegreeOptions) -> tuple[i
         size = f"micro-batches of {_text(options.micro_batch_size)}"
         return 4, f"the {format_count(per_replica, 'sequence')} of a replica are no whole number of {size}"
     for virtual in options.virtual_stages or (1,):
+        partial = options.recompute == "partial"
         setting = TrainingSetting(
-            per_replica // sizes[0], Tokens(options.sequence, sizes[0]), "none", virtual
+            per_replica // sizes[0],
+            Tokens(options.sequence, sizes[0]),
+            "selective" if options.recompute == "selective" else "full" if partial else "none",
+            virtual,
+            1 if partial else None,
+            options.predictors,
         )
-        if problem := virtual_stages_problem(degrees, setting):
+        if problem := IMPLEMENTATIONS[options.implementation].problem_with(degrees, setting):
             return 5 + (degrees.pipeline > 1), problem
     return 7, f"no stage has a block that may stay as it is, recompute {options.recompute}"
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ...cost_models.errors import UsageError
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.rank_costs import RankCosts
-from ...cost_models.transformer.training_setting import virtual_stages_problem
 from ...cost_models.transformer.training_step import estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import Combination, list_combinations
@@ -48,7 +47,7 @@ def estimate_layout(
         if flat is not None and pipeline == 1:
             setting = replace(flat.setting, virtual_stages=len(counts))
             raise UsageError(
-                virtual_stages_problem(flat.degrees, setting), "Give the pipeline's size, as `pp`."
+                costs.implementation.problem_with(flat.degrees, setting), "Give the pipeline's size, as `pp`."
             )
         if flat is not None:
             raise UsageError(

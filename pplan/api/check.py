@@ -58,7 +58,7 @@ from ..runtimes.documents import BuiltExport, TorchExport
 from ..runtimes.exports import export_on
 from ..runtimes.trainer_words import INSTEAD
 from .check_options import CheckOptions
-from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
+from .load import PlanAndProfile, as_plan, check_layers, plan_of_profile, profile_and_reference
 from .machine import planned_machine
 
 WARM_UPS = 2
@@ -103,7 +103,10 @@ def check(
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     name = Path(plan).name if isinstance(plan, str | Path) else "plan"
     plan = as_plan(plan)
-    measured_profile, reference = profile_and_reference(profile, "", "", plan)
+    measured_profile, reference = profile_and_reference(profile, "", "")
+    if plan.training is not None:
+        plan = plan_of_profile(plan, measured_profile, reference.file)
+    measured_profile = measured_profile.at_degree(plan.profile.tensor_parallel)
     check_layers(plan, reference)
     (check_options,) = options_from(options, CheckOptions, of="check")
     result = check_plan(plan, measured_profile, folder, name, check_options, run_in_processes)

@@ -23,6 +23,7 @@ from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..cost_models.topology import UNKNOWN_DEVICE, Topology
 from ..cost_models.topology_file import ProfiledDevice, make_topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
+from ..cost_models.transformer.implementations import IMPLEMENTATIONS
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.kernel_table_file import load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
@@ -123,7 +124,7 @@ def machine_costs(machine: MachineOptions, options: DegreeOptions) -> MachineCos
     context = device_context(device.name)
     return MachineCosts(
         topology,
-        replace(costs, host_bandwidth=rate),
+        replace(costs, host_bandwidth=rate, implementation=IMPLEMENTATIONS[options.implementation]),
         usable_bytes(topology),
         0.0 if context is None else context.value,
     )

@@ -124,12 +124,31 @@ def profile_next_to(path: Path, plan: Plan) -> Path:
     return next((file for file in files if escape_surrogates(file.name) == name), path.parent / name)
 
 
-def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
-    """The plan in a file, with the profile of its name beside it, or the one that is named.
+def plan_of_profile(plan: Plan, profile: Profile, file: str) -> Plan:
+    """Return a plan from a configuration as one of the layers of a profile of the same model.
+
+    Raises:
+        ExportError: Several devices share a layer, or layers run again in part.
+        UsageError: The profile has other layers.
+    """
+    from ..runtimes.degree_exports import without_degrees
+
+    own = without_degrees(plan)
+    check_layers(own, _reference(profile, file, ""))
+    return own
+
+
+def read_plan(path: Path, profile_file: Path | None, *, takes_others: bool = False) -> PlanAndProfile:
+    """The plan in a file, with the profile of its name beside it, or the one that is named; where it
+    `takes_others`, also of a plan from a configuration with a profile of the same layers.
 
     Raises FileError for either, and for a profile that the plan was not made from.
     """
     plan = Plan.load(path)
+    if takes_others and plan.training is not None and profile_file is not None:
+        content = read_bytes(profile_file, "profile")
+        profile = Profile.parse(decode_text(content, profile_file, "profile"), str(profile_file))
+        return PlanAndProfile(plan_of_profile(plan, profile, profile_file.name), profile, path, profile_file)
     check_is_measured(plan)
     profile_path = profile_next_to(path, plan)
     if profile_file is None and not profile_path.is_file():

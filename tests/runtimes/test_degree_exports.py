@@ -25,6 +25,7 @@ from pplan.runtimes.degree_exports import (
     torchtitan_arguments,
     torchtitan_remarks,
 )
+from pplan.runtimes.documents import TorchtitanExport
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*code with Transformer Engine:UserWarning")
 MODEL = {
@@ -70,6 +71,7 @@ def read_arguments() -> Any:
                 for name, own in (
                     ("parallelism", sections.ParallelismConfig),
                     ("training", sections.TrainingConfig),
+                    ("compile", sections.CompileConfig),
                 )
             ]
             + [("activation_checkpoint", recomputing.ActivationCheckpointingConfig, None)],
@@ -92,6 +94,8 @@ def read_arguments() -> Any:
         {"tp": (4,), "pp": (1,), "zero": (3,), "recompute": "full"},
         {"tp": (1,), "pp": (1,), "zero": (2,), "recompute": "selective"},
         {"tp": (1,), "pp": (8,), "zero": (0,), "recompute": "none", "virtual_stages": (1,)},
+        {"implementation": "torchtitan", "tp": (2,), "pp": (2,), "virtual_stages": (4,), "recompute": "none"},
+        {"implementation": "torchtitan", "tp": (2,), "pp": (1,), "recompute": "selective"},
     ],
 )
 def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, Any]) -> None:
@@ -99,7 +103,11 @@ def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, 
     degrees = plan.degrees
     assert degrees is not None
     samples = plan.micro_batch_size // degrees.data
-    config = read_arguments(pplan.export("torchtitan", plan).arguments)  # type: ignore[attr-defined]
+    document = pplan.export("torchtitan", plan)
+    assert isinstance(document, TorchtitanExport)
+    config = read_arguments(document.arguments)
+    is_costed = options.get("implementation") == "torchtitan"
+    assert (config.compile.enable, bool(document.warnings)) == (is_costed, not is_costed)
     own, training = config.parallelism, config.training
     assert (own.tensor_parallel_degree, own.pipeline_parallel_degree) == (degrees.tensor, degrees.pipeline)
     shared, copies = own.data_parallel_shard_degree, own.data_parallel_replicate_degree
@@ -121,6 +129,42 @@ def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, 
         assert names == ["tok_embeddings", *(f"layers.{n}" for n in range(16)), "norm", "lm_head"]
     else:
         assert own.fsdp_reshard_after_forward == ("always" if degrees.zero == 3 else "never")
+
+
+def test_fsdp_in_a_pipeline() -> None:
+    """With 4 virtual stages torch reshards one; with 4 gathered, which torch 2.14 cannot, none."""
+    options: dict[str, Any] = {"tp": (2,), "pp": (2,), "virtual_stages": (4,), "recompute": "none"}
+    plans = {
+        most: solved(implementation="torchtitan", max_param_unsharded_stages=(most,), **options)
+        for most in (2, 3, 4)
+    }
+    assert [own.degrees.zero for own in plans.values() if own.degrees] == [3, 3, 1]
+    weights = {most: max(stage.memory["weights"] for stage in own.stages) for most, own in plans.items()}
+    assert weights[2] < weights[3] < weights[4]
+    flag = "--parallelism.pipeline_parallel_max_param_unsharded_stages"
+    for most, own in plans.items():
+        arguments = torchtitan_arguments(the_request(own))
+        assert (flag in arguments) == (most != 3)
+        assert flag not in arguments or arguments[arguments.index(flag) + 1] == str(most)
+        remarks = torchtitan_remarks(the_request(own))
+        assert [text for text in remarks if "later torch" in text] == remarks
+        assert bool(remarks) == (most != 3)
+    kept = solved(zero=(1,), **options)
+    assert "gather others again" in " ".join(torchtitan_remarks(the_request(kept)))
+    with pytest.raises(pplan.UsageError, match="only 3 keep their weights"):
+        solved(implementation="torchtitan", zero=(1,), **options)
+
+
+def test_nemo_automodel_reduces_as_the_plan_does() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, bool]]] = [
+        ({"pp": (1,), "zero": (3,)}, {"reshard_after_forward": True, "defer_fsdp_grad_sync": False}),
+        ({"pp": (1,), "zero": (2,)}, {"reshard_after_forward": False, "defer_fsdp_grad_sync": False}),
+        ({"pp": (2,), "zero": (2,)}, {"reshard_after_forward": False, "defer_fsdp_grad_sync": False}),
+    ]
+    for options, says in cases:
+        plan = solved(implementation="transformers", tp=(2,), recompute="full", **options)
+        sections = nemo_automodel_sections(the_request(plan))["distributed"]
+        assert {name: sections[name] for name in says} == says
 
 
 def test_where_torchtitan_differs() -> None:

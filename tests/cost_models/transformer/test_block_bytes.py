@@ -126,7 +126,7 @@ def test_dense_blocks(shape: TransformerShape, gated: bool, degrees: ParallelDeg
     agree(work, own)
     assert work.saved == pytest.approx(own.saved)
     assert work.workspace == pytest.approx(max(besides, 2 * residual + 2 * (1 + gated) * width))
-    assert work.attention_saved == pytest.approx(4 * count * shape.attention.heads / degrees.tensor)
+    assert work.selective_saved == pytest.approx(4 * count * shape.attention.heads / degrees.tensor)
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)

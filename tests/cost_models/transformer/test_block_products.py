@@ -211,9 +211,9 @@ def test_what_attention_saves_of_two_layers() -> None:
     """4 bytes a token and head, of a block, and of a predictor, which is a block with more before it."""
     block = block_work(GROUPED, False, ParallelDegrees(), TOKENS)
     saved = 4.0 * 64 * 3 * 8
-    assert block.attention_saved == saved
-    assert (predictor_work(GROUPED, ParallelDegrees(), TOKENS) + block).attention_saved == saved
-    assert (block + block).attention_saved == 2 * saved
+    assert block.selective_saved == saved
+    assert (predictor_work(GROUPED, ParallelDegrees(), TOKENS) + block).selective_saved == saved
+    assert (block + block).selective_saved == 2 * saved
 
 
 def test_blocks_that_exchange_tokens() -> None:
