@@ -3,8 +3,7 @@
 Each process writes its part of the weights and of the optimizer's state, by the model's own names, in the
 form of torch.distributed.checkpoint.state_dict with `flatten_optimizer_state_dict=True`: "model.NAME",
 "optimizer.state.NAME.KEY" and "optimizer.param_groups.NAME.OPTION". DCP joins the parts, so another plan or
-the plain model reads them. `pplan.json` beside them names the model. DCP uses pickle: read only checkpoints
-that you wrote.
+the plain model reads them. `pplan.json` beside them names the model.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...cost_models.errors import FileError
 from ...cost_models.text_files import sha256
+from .checkpoint_reader import METADATA, CheckpointPlanner, CheckpointReader
 
 ABOUT = "pplan.json"
 """File of a checkpoint with its model and progress."""
@@ -66,6 +67,9 @@ def write_checkpoint(training: TrainingState, path: Path, progress: Mapping[str,
         training: The state of this process. Every process of the job calls this.
         path: The folder, which all processes see. A checkpoint there is replaced.
         progress: What `read_checkpoint` returns: values of JSON.
+
+    Raises:
+        FileError: Something else is there.
     """
     state = {"model": training.values}
     if training.optimizer is not None:
@@ -77,20 +81,29 @@ def replace_folder(
     training: TrainingState, path: Path, progress: Mapping[str, Any], write: Callable[[Path], object]
 ) -> None:
     """Write a checkpoint next to `path` by all processes, and rename it when it is whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    if training.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    if path.exists() and not (path.is_dir() and _is_checkpoint(path)):
+        raise FileError(f"{path}: is there, and is no checkpoint", "Name a folder that may be replaced.")
+    unfinished = path.with_name(f"{path.name}.partial")
     _wait()
-    write(partial)
+    if training.is_main:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    _wait()
+    write(unfinished)
     _wait()
     if training.is_main:
         about = {"model": training.tensors.model, "tensors_sha256": _digest(training)}
         text = json.dumps(about | {"progress": dict(progress)})
-        (partial / ABOUT).write_text(text, encoding="utf-8")
+        (unfinished / ABOUT).write_text(text, encoding="utf-8")
         shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        unfinished.rename(path)
     _wait()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder holds a checkpoint, or nothing."""
+    names = {entry.name for entry in path.iterdir()}
+    return not names or bool(names & {ABOUT, METADATA})
 
 
 def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
@@ -103,7 +116,8 @@ def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
         FileError: There is no checkpoint, or it is one of another model.
     """
     progress = read_about(training, path)
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = CheckpointReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     state: dict[str, dict[str, Any]] = {"model": dict(training.values)}
     missing = sorted(name for name in training.tensors.shapes if f"model.{name}" not in stored)
     if missing:
@@ -113,7 +127,13 @@ def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
         )
     if training.optimizer is not None:
         state["optimizer"] = _empty_optimizer_state(training, stored)
-    _with_dcp(load, state, path)
+    try:
+        _with_dcp(partial(load, storage_reader=reader, planner=CheckpointPlanner()), state, path)
+    except CheckpointException as error:
+        causes = [fault for fault, _ in error.failures.values()]
+        raise FileError(
+            f"{path}: the checkpoint cannot be read: {causes[0]}", "Name a checkpoint that was written whole."
+        ) from error
     if training.optimizer is not None and state.get("optimizer"):
         _set_optimizer_state(training, training.optimizer, state["optimizer"])
     return progress
@@ -125,8 +145,7 @@ def read_about(training: TrainingState, path: Path) -> dict[str, Any]:
         raise FileError(f"{path}: no checkpoint is there", "Name the folder of one.")
     if not (path / ABOUT).is_file():
         return {}
-    about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-    digest = _digest(training)
+    about, digest = _parse_about(path / ABOUT), _digest(training)
     if about["tensors_sha256"] != digest:
         raise FileError(
             f"{path}: the checkpoint is of {about['model']} ({about['tensors_sha256'][:12]}), "
@@ -135,6 +154,19 @@ def read_about(training: TrainingState, path: Path) -> dict[str, Any]:
         )
     progress: dict[str, Any] = about["progress"]
     return progress
+
+
+def _parse_about(file: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        texts = [about[key] for key in ("model", "tensors_sha256")]
+        is_whole = all(isinstance(text, str) for text in texts) and isinstance(about["progress"], dict)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise FileError(f"{file}: is not what pplan wrote", "Name a checkpoint that was written whole.")
+    parsed: dict[str, Any] = about
+    return parsed
 
 
 def _digest(training: TrainingState) -> str:
