@@ -20,9 +20,11 @@ copies into and out of FSDP's buffers are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .parallel_degrees import ContextExchange, ParallelDegrees
-from .training_setting import Recomputation, TrainingSetting, virtual_stages_problem
+if TYPE_CHECKING:
+    from .parallel_degrees import ContextExchange, ParallelDegrees
+    from .training_setting import Recomputation, TrainingSetting
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,15 @@ TRANSFORMERS = Implementation(
     reduces_in_pipelines=True,
 )
 IMPLEMENTATIONS = {own.name: own for own in (MEGATRON, TORCHTITAN, TRANSFORMERS)}
+
+
+def virtual_stages_problem(degrees: ParallelDegrees, setting: TrainingSetting) -> str:
+    """Why the pipeline cannot be interleaved so, in words; empty where it can, or is not."""
+    virtual, stages = setting.virtual_stages, degrees.pipeline
+    if virtual == 1:
+        return ""
+    if stages == 1 or virtual < 1:
+        return f"virtual_stages={virtual}: they are of a pipeline of at least 2 stages, which has {stages}"
+    if setting.micro_batches % stages:
+        return f"{setting.micro_batches} micro-batches are no multiple of {stages} stages, interleaved"
+    return ""

@@ -11,7 +11,6 @@ from typing import Literal
 from ..program import list_unshards
 from ..schedules import device_actions, one_f_one_b_in_flight
 from .layer_work import Tokens
-from .parallel_degrees import ParallelDegrees
 
 Recomputation = Literal["none", "selective", "full", "offload"]
 
@@ -69,18 +68,6 @@ class TrainingSetting:
         """Blocks of each (virtual) stage, as equal as can be."""
         room = len(self.block_slots(slots))
         return even_blocks(blocks, room) + [0] * (slots - room)
-
-
-def virtual_stages_problem(degrees: ParallelDegrees, setting: TrainingSetting) -> str:
-    """Why the pipeline cannot be interleaved so, in words; empty where it can, or is not."""
-    virtual, stages = setting.virtual_stages, degrees.pipeline
-    if virtual == 1:
-        return ""
-    if stages == 1 or virtual < 1:
-        return f"virtual_stages={virtual}: they are of a pipeline of at least 2 stages, which has {stages}"
-    if setting.micro_batches % stages:
-        return f"{setting.micro_batches} micro-batches are no multiple of {stages} stages, interleaved"
-    return ""
 
 
 def even_blocks(blocks: int, stages: int) -> list[int]:

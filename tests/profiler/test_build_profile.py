@@ -232,10 +232,24 @@ def test_how_it_was_run_is_told() -> None:
     assert profile.layers[0].costs[0].output_bytes == 4 * 6 * 6 * 2
 
 
-def test_a_layer_that_holds_most_of_the_model_is_pointed_at() -> None:
+class Gate(nn.Module):
+    """Operations around which the input skips: no place is crossed by one tensor alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gate).sigmoid() * x + x
+
+
+@pytest.mark.parametrize(("granularity", "layers"), [(None, 1), ("fine", 4)])
+def test_a_layer_that_is_the_whole_model_is_pointed_at(granularity: str | None, layers: int) -> None:
+    options = ProfileOptions(micro_batch_sizes=[1, 3], device="meta", granularity=granularity)
+    profile = profile_model((Gate(), torch.randn(2, 8)), options, rounds=1)
+    assert len(profile.layers) == layers
     hint = "granularity='fine' cuts inside it"
-    assert any(hint in note for note in skips().notes)
-    assert not any(hint in note for note in skips(granularity="fine").notes)
+    assert any(hint in note for note in profile.notes) == (layers == 1)
 
 
 def test_on_meta_there_are_layers_and_bytes_and_no_seconds() -> None:

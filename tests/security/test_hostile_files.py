@@ -190,11 +190,12 @@ COMMANDS: dict[str, list[list[str]]] = {
     "topology": [["topology", "hostile.toml"], ["topology", "hostile.toml", "--toml"]],
     "report": [["report", PLAN, "-o", "made.html", "--force"]],
     "config": [],
+    "demo": [],
     "doctor": [],
     "schema": [],
 }
 """By verb, all that reads a file; none where it takes none."""
-READS_NOTHING = {"profile-links", "config", "doctor", "schema"}
+READS_NOTHING = {"demo", "profile-links", "config", "doctor", "schema"}
 """None that is named; all verbs read the defaults of pplan.toml: tests/cli/test_config_command.py."""
 
 

@@ -81,6 +81,8 @@ def test_spoilt_bytes(solved: Any, tmp_path: Path) -> None:
         content = bytearray(text)
         for _ in range(rng.randint(1, 4)):
             content[rng.randrange(len(content))] = rng.randrange(256)
+        if content == text:
+            continue
         try:
             seen.add(pplan.verify(write(tmp_path, bytes(content), solved.profile)).agrees)
         except PplanError as error:
