@@ -231,7 +231,7 @@ def _empty_optimizer_state(training: TrainingState, stored: Mapping[str, Any]) -
 def _set_optimizer_state(
     training: TrainingState, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    table, values = _by_tensor(state), dict[int, dict[str, Any]]()
+    table, values, names = _by_tensor(state), dict[int, dict[str, Any]](), set[str]()
     groups = [dict(group) | {"params": []} for group in optimizer.param_groups]
     numbers = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     for index, (name, _, own_group) in enumerate(_optimized(training)):
@@ -241,4 +241,9 @@ def _set_optimizer_state(
         group |= {key: state[f"{start}.{key}"] for key in table.get(start, ())}
         start = f"state.{name}"
         values[index] = {key: state[f"{start}.{key}"] for key in table.get(start, ())}
+        if name in names:  # each copy of a shared weight is updated by itself
+            values[index] = {
+                key: own.clone() if isinstance(own, Tensor) else own for key, own in values[index].items()
+            }
+        names.add(name)
     optimizer.load_state_dict({"state": values, "param_groups": groups})

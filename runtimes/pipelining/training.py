@@ -421,7 +421,13 @@ class Training(ABC):
         Raises:
             FileError: No checkpoint is there, or it is of another model.
         """
-        return read_checkpoint(self._state(), Path(path))
+        progress = read_checkpoint(self._state(), Path(path))
+        loaded = {tensor.names: tensor for tensor in self._tensors}  # of several copies, the last
+        with torch.no_grad():
+            for tensor in self._tensors:
+                if tensor is not loaded[tensor.names]:
+                    tensor.value.copy_(loaded[tensor.names].value)
+        return progress
 
     def close(self) -> None:
         """End the threads and process groups that `build` began."""
@@ -533,8 +539,9 @@ class Training(ABC):
         overflow = (~torch.stack(finite).all() if finite else torch.zeros((), device=self.device)).float()
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.groups.pipeline)
         if local:
-            first = local[0].flatten()[:1]
-            local[0].view(-1)[:1] = torch.where(overflow > 0, torch.full_like(first, math.inf), first)
+            largest = max(local, key=Tensor.numel)  # shards may be empty
+            first = largest[(slice(1),) * largest.dim()]
+            first.copy_(torch.where(overflow > 0, torch.full_like(first, math.inf), first))
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:

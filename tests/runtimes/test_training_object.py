@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,66 @@ def one_stage(make_plan: MakePlan) -> Iterator[Start]:
     yield run
     gc.collect()
     dist.destroy_process_group()
+
+
+def tied() -> nn.Sequential:
+    """The head's weight is the embedding's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 11, bias=False))
+    model[3].weight = model[0].weight
+    return model
+
+
+@pytest.fixture
+def two_stages(make_plan: MakePlan) -> Iterator[Start]:
+    """A training of two stages that take turns in one process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    plan = make_plan([2, 2], schedule="interleaved", virtual_stages=2, micro_batches=4)
+    here = [stage.model_copy(update={"devices": [0]}) for stage in plan.stages]
+    document: Any = export("torch", plan.model_copy(update={"stages": here}))[0]
+
+    def run(model: nn.Module, **options: Any) -> Training:
+        return build(document, model, cross_entropy, torch.arange(2), device="cpu", **options)
+
+    yield run
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def test_every_copy_of_a_shared_weight_is_loaded_and_goes_on(two_stages: Start, tmp_path: Path) -> None:
+    """As the plain model does, that trained twice as long."""
+    adam = partial(torch.optim.AdamW, lr=0.1)
+    inputs, labels, plain = torch.arange(8), torch.arange(8).roll(3), tied()
+    optimizer, trainings = adam(plain.parameters()), [two_stages(tied(), optimizer=adam) for _ in range(2)]
+    for step in range(6):
+        training = trainings[step // 3]
+        if step == 3:
+            trainings[0].save(tmp_path / "ckpt", step=step)
+            training.load(tmp_path / "ckpt")
+        training.step(inputs, labels)
+        training.optimizer.step()
+        optimizer.zero_grad()
+        torch.autograd.backward(cross_entropy(plain(inputs), labels))
+        optimizer.step()
+    copies = [own for name, own in training.named_parameters() if name == "0.weight"]
+    assert len(copies) == 2
+    for copy in copies:
+        torch.testing.assert_close(copy, plain[0].weight)
+        assert training.optimizer.state[copy]["step"] == 6
+
+
+def test_a_scaler_marks_an_overflow_in_channels_last(two_stages: Start) -> None:
+    training = two_stages(tied())
+    training.groups = replace(training.groups, pipeline=dist.group.WORLD)
+    for parameter in training.parameters():
+        parameter.data = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        parameter.grad = torch.ones_like(parameter)
+    last = training.parameters()[-1]
+    assert last.grad is not None
+    assert not last.grad.is_contiguous()
+    last.grad[0, 0, 0, 0] = float("nan")
+    training._share_overflow()
+    assert not training.parameters()[0].grad.isfinite().all()  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_names(start: Start, tmp_path: Path) -> None:
