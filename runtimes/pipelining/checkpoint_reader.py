@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -34,13 +37,38 @@ _RECORDS = {
 """By module, what metadata is made of, besides torch's dtypes."""
 
 
+class _MemoryFormat:
+    """Equals a member of DCP's enumeration, which metadata could change for the whole process."""
+
+    __slots__ = ("member",)
+
+    def __init__(self, members: type[Enum], value: int) -> None:
+        self.member = members(value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.member
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a record of DCP or a dtype of torch. Raises UnpicklingError for anything else."""
+        """Return a dtype, or a new class that makes records of DCP: metadata may set its attributes.
+
+        Raises:
+            UnpicklingError: It is anything else.
+        """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _RECORDS.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
-        return super().find_class(module, name)
+        make = super().find_class(module, name)
+        if is_dtype or make is torch.Size:  # which have no attributes to set
+            return make
+        if is_dataclass(make):
+            make = partial(object.__new__, cast(Any, make))
+        elif isinstance(make, type) and issubclass(make, Enum):
+            make = partial(_MemoryFormat, make)
+        return type(name, (), {"__new__": lambda _, *arguments: make(*arguments)})
 
 
 class CheckpointReader(FileSystemReader):
@@ -51,6 +79,8 @@ class CheckpointReader(FileSystemReader):
         try:
             with Path(self.path, METADATA).open("rb") as stream:
                 metadata = _MetadataUnpickler(stream).load()
+            if type(metadata) is not Metadata or not isinstance(metadata.state_dict_metadata, dict):
+                raise pickle.UnpicklingError("its metadata is none of DCP")
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
         except _FAULTS as error:
@@ -58,7 +88,6 @@ class CheckpointReader(FileSystemReader):
                 f"{self.path}: the checkpoint cannot be read: {error}",
                 "Name a checkpoint that was written whole.",
             ) from None
-        assert isinstance(metadata, Metadata)
         return metadata
 
 

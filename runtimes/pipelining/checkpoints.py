@@ -25,12 +25,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ...cost_models.errors import FileError
+from ...cost_models.errors import FileError, PplanError
 from ...cost_models.text_files import sha256
 from .checkpoint_reader import METADATA, CheckpointPlanner, CheckpointReader
 
 ABOUT = "pplan.json"
 """File of a checkpoint with its model and progress."""
+TAG = "pplan"
+"""Folder of a checkpoint with DeepSpeed's own files."""
+ENDINGS = ("partial", "old")
+"""What is written, and what is replaced, stand next to a checkpoint with these."""
+_PARTS = {ABOUT, METADATA, f"{METADATA}.tmp", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
+"""Names of other files that DCP and DeepSpeed write."""
 
 
 class ModelTensors:
@@ -69,7 +75,7 @@ def write_checkpoint(training: TrainingState, path: Path, progress: Mapping[str,
         progress: What `read_checkpoint` returns: values of JSON.
 
     Raises:
-        FileError: Something else is there.
+        FileError: Something else is there, or a process cannot write.
     """
     state = {"model": training.values}
     if training.optimizer is not None:
@@ -78,32 +84,116 @@ def write_checkpoint(training: TrainingState, path: Path, progress: Mapping[str,
 
 
 def replace_folder(
-    training: TrainingState, path: Path, progress: Mapping[str, Any], write: Callable[[Path], object]
+    training: TrainingState,
+    path: Path,
+    progress: Mapping[str, Any],
+    write: Callable[[Path], object],
+    layout: str = "",
 ) -> None:
-    """Write a checkpoint next to `path` by all processes, and rename it when it is whole."""
-    if path.exists() and not (path.is_dir() and _is_checkpoint(path)):
-        raise FileError(f"{path}: is there, and is no checkpoint", "Name a folder that may be replaced.")
-    unfinished = path.with_name(f"{path.name}.partial")
-    _wait()
-    if training.is_main:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    _wait()
-    write(unfinished)
-    _wait()
-    if training.is_main:
-        about = {"model": training.tensors.model, "tensors_sha256": _digest(training)}
-        text = json.dumps(about | {"progress": dict(progress)})
+    """Write a checkpoint next to `path` by all processes, and rename it when it is whole.
+
+    Args:
+        training: The state of this process.
+        path: The folder, or a link to it.
+        progress: Values of JSON.
+        write: Writes the files of this process to a folder.
+        layout: Stages and replicas, where these files are DeepSpeed's own, which no others read.
+
+    Raises:
+        FileError: In every process, where one of them cannot write, or something else is in the way.
+    """
+    whole = path.resolve()
+    unfinished, old = (_beside(whole, ending) for ending in ENDINGS)
+    about = {"model": training.tensors.model, "tensors_sha256": _digest(training)}
+
+    def note(**more: Any) -> None:
+        text = json.dumps(about | {"progress": dict(progress)} | more)
         (unfinished / ABOUT).write_text(text, encoding="utf-8")
-        shutil.rmtree(path, ignore_errors=True)
-        unfinished.rename(path)
-    _wait()
+
+    def begin() -> None:
+        for folder in (whole, unfinished, old):
+            _require_checkpoint(folder)
+        if old.exists() and not whole.exists():  # a save was interrupted between its two renames
+            old.rename(whole)
+        for folder in (unfinished, old):
+            if folder.exists():
+                shutil.rmtree(folder)
+        unfinished.mkdir(parents=True)
+        note()
+
+    def end() -> None:
+        if layout:
+            note(layout=layout, files=_count_own_files(unfinished))
+        if whole.exists():
+            whole.rename(old)
+        unfinished.rename(whole)
+        if old.exists():
+            shutil.rmtree(old)
+
+    _run_together(path, begin if training.is_main else None)
+    _run_together(path, lambda: write(unfinished))
+    _run_together(path, end if training.is_main else None)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether a folder holds a checkpoint, or nothing."""
-    names = {entry.name for entry in path.iterdir()}
-    return not names or bool(names & {ABOUT, METADATA})
+def _beside(path: Path, ending: str) -> Path:
+    return path.parent / f"{path.name}.{ending}"
+
+
+def _count_own_files(path: Path) -> int:
+    """The number of files that DeepSpeed wrote to a checkpoint."""
+    return len(list((path / TAG).glob("*.pt")))
+
+
+def _run_together(path: Path, run: Callable[[], object] | None) -> None:
+    """Run something in this process or not, and wait for all; what one raises, all raise as a FileError."""
+    own: tuple[str, str] | None = None
+    cause: BaseException | None = None
+    try:
+        if run is not None:
+            run()
+    except PplanError as error:
+        own, cause = (error.what, error.hint), error
+    except (Exception, CheckpointException) as error:
+        faults_inside = [fault for fault, _ in getattr(error, "failures", {}).values()]
+        why = (faults_inside or [error])[0]
+        own, cause = (f"{path}: the checkpoint cannot be written: {why}", _WHERE), error
+    faults = [own]
+    if dist.is_initialized():
+        faults = [None] * dist.get_world_size()
+        dist.all_gather_object(faults, own)
+    for fault in faults:
+        if fault is not None:
+            raise FileError(*fault) from cause
+
+
+_WHERE = "Name a folder that every process can write to."
+
+
+def _require_checkpoint(path: Path) -> None:
+    """Raise FileError where something is there that is neither a checkpoint nor an empty folder."""
+    if path.is_dir() and not path.is_symlink():
+        entries = list(path.iterdir())
+        others = sorted(entry.name for entry in entries if not _is_part(entry))
+        if not others and (not entries or any((path / name).is_file() for name in (ABOUT, METADATA))):
+            return
+        why = f": it holds {others[0]}" if others else ""
+    elif not path.exists() and not path.is_symlink():
+        return
+    else:
+        why = ""
+    raise FileError(
+        f"{path}: is there, and is no checkpoint{why}",
+        "Name a folder that may be replaced, or move that away.",
+    )
+
+
+def _is_part(entry: Path) -> bool:
+    """Return whether an entry of a folder is one that DCP or DeepSpeed writes."""
+    if entry.is_symlink():
+        return False
+    if entry.is_dir():
+        return entry.name == TAG and all(own.suffix == ".pt" and own.is_file() for own in entry.iterdir())
+    return entry.is_file() and (entry.name in _PARTS or entry.suffix == ".distcp")
 
 
 def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
@@ -139,10 +229,43 @@ def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
     return progress
 
 
-def read_about(training: TrainingState, path: Path) -> dict[str, Any]:
-    """Read the progress of a checkpoint. Raises FileError where it is not there, or of another model."""
+def read_about(training: TrainingState, path: Path, layout: str = "") -> dict[str, Any]:
+    """Read the progress of a checkpoint.
+
+    Args:
+        training: The state of this process.
+        path: The folder.
+        layout: As of `replace_folder`: then DeepSpeed's own files must be there, of this layout.
+
+    Raises:
+        FileError: No checkpoint is there, or it is of another model or layout, or files are missing.
+    """
     if not path.is_dir():
-        raise FileError(f"{path}: no checkpoint is there", "Name the folder of one.")
+        beside = [own for ending in ENDINGS if (own := _beside(path.resolve(), ending)).is_dir()]
+        raise FileError(
+            f"{path}: no checkpoint is there",
+            f"A save was interrupted: rename {beside[-1]} to it, if that is whole."
+            if beside
+            else "Name the folder of one.",
+        )
+    about = _read_about_file(training, path)
+    if layout and about.get("layout", layout) != layout:
+        raise FileError(
+            f"{path}: the checkpoint is DeepSpeed's of {about['layout']}, the plan is of {layout}",
+            "Go on with the plan that wrote it, or export float32 weights without ZeRO.",
+        )
+    count, present = about.get("files", 1), _count_own_files(path)
+    if layout and present < count:
+        raise FileError(
+            f"{path}: {present} of {count} or more files of DeepSpeed are there",
+            "Name a checkpoint that DeepSpeed wrote with ZeRO or 16-bit weights, whole.",
+        )
+    progress: dict[str, Any] = about.get("progress", {})
+    return progress
+
+
+def _read_about_file(training: TrainingState, path: Path) -> dict[str, Any]:
+    """What pplan wrote about a checkpoint; nothing where it did not write it."""
     if not (path / ABOUT).is_file():
         return {}
     about, digest = _parse_about(path / ABOUT), _digest(training)
@@ -152,15 +275,15 @@ def read_about(training: TrainingState, path: Path) -> dict[str, Any]:
             f"the plan trains {training.tensors.model} ({digest[:12]}), whose tensors differ",
             "Name a checkpoint of this model, or another folder.",
         )
-    progress: dict[str, Any] = about["progress"]
-    return progress
+    return about
 
 
 def _parse_about(file: Path) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        texts = [about[key] for key in ("model", "tensors_sha256")]
+        texts = [about["model"], about["tensors_sha256"], about.get("layout", "")]
         is_whole = all(isinstance(text, str) for text in texts) and isinstance(about["progress"], dict)
+        is_whole = is_whole and isinstance(about.get("files", 1), int)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -173,11 +296,6 @@ def _digest(training: TrainingState) -> str:
     """A hash of the names and shapes of the model's tensors."""
     shapes = training.tensors.shapes
     return sha256("\n".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())))
-
-
-def _wait() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _with_dcp(run: Callable[..., object], state: dict[str, Any], path: Path) -> None:
