@@ -35,6 +35,7 @@ from ...profiler.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from ...profiler.user_model import ModelInput
 from ..documents import BuiltExport, DeepspeedExport, PipeExport, TorchExport
 from .checkpoints import (
+    TAG,
     ModelTensors,
     TrainingState,
     read_about,
@@ -806,14 +807,19 @@ class DeepspeedTraining(ProcessTraining):
         """Write weights and optimizer state; where DeepSpeed keeps them, in its own files."""
         if not self.keeps_gradients:
             return super().save(path, **progress)
-        write = partial(self.engine.save_checkpoint, tag="pplan")
-        return replace_folder(self._state(), Path(path), progress, lambda folder: write(str(folder)))
+        write = partial(self.engine.save_checkpoint, tag=TAG)
+        return replace_folder(
+            self._state(), Path(path), progress, lambda folder: write(str(folder)), self._layout
+        )
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read what `save` wrote; DeepSpeed's own files with the same number of stages alone."""
+        """Read what `save` wrote; DeepSpeed's own files with the same stages and replicas alone.
+
+        DeepSpeed unpickles its own files, which may run anything: read those of people you trust.
+        """
         if not self.keeps_gradients:
             return super().load(path)
-        progress = read_about(self._state(), Path(path))
+        progress = read_about(self._state(), Path(path), self._layout)
         load, replicas = self.engine.optimizer.load_state_dict, self.document.replicas
         if self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
             # DeepSpeed 0.19.8 hands its optimizer a state where that reads a list of them, and forgets the
@@ -821,9 +827,27 @@ class DeepspeedTraining(ProcessTraining):
             self.engine.optimizer.load_state_dict = lambda state, load_optimizer_states: load(
                 [state] * replicas, load_optimizer_states=load_optimizer_states, load_from_fp32_weights=True
             )
-        self.engine.load_checkpoint(str(path), tag="pplan")
+        self.engine.load_checkpoint(str(path), tag=TAG)
         self.engine.optimizer.load_state_dict = load
         return progress
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take weights and buffers from a state dict of the plain model, DeepSpeed's float32 weights, too."""
+        refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
+        if self.keeps_gradients and refresh is None:
+            raise UsageError(
+                f"DeepSpeed's {type(self.engine.optimizer).__name__} keeps float32 weights, and takes none",
+                "Load the model before `build`, or export without ZeRO and 16-bit weights.",
+            )
+        super().load_state_dict(state)
+        if self.keeps_gradients:
+            cast(Any, refresh)()
+
+    @property
+    def _layout(self) -> str:
+        """What DeepSpeed's own files depend on."""
+        document = cast(DeepspeedExport, self.document)
+        return f"{document.num_stages} stages with cuts {document.parts} on {document.replicas} replicas"
 
     def _forget_gradients(self) -> None:
         if not self.keeps_gradients:

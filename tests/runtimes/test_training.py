@@ -49,6 +49,8 @@ class Case:
     scale: float = 0.0
     zero: int = 0
     checkpoint: str = ""
+    reloads: bool = False
+    """The model of the build is another; `load_state_dict` gives its weights."""
     first: int = 0
     """Steps that another case trained, whose checkpoint is read."""
     runtimes: tuple[str, ...] = ("torch", "deepspeed", *PIPES)
@@ -79,6 +81,7 @@ TWICE = [
     for recompute in ("never", "always")
 ]
 """What micro-batches change, with and without running layers again."""
+RELOADS = Case("reloads", replicas=2, zero=1, reloads=True, runtimes=("torch", "deepspeed"))
 KEPT = Case("kept-gradients", replicas=2, zero=1, runtimes=("deepspeed",), checkpoint="kept")
 """DeepSpeed's optimizer keeps the gradients."""
 
@@ -115,6 +118,7 @@ def case_file(case: Case, runtime: str, make_plan: MakePlan, folder: Path) -> di
         "autocast",
         "scale",
         "first",
+        "reloads",
     )
     row = {name: getattr(case, name) for name in names} | {"file": str(path)}
     single = runtime == "deepspeed" or case.checkpoint
@@ -183,7 +187,7 @@ def results(make_plan: MakePlan, run_ranks: RunRanks, tmp_path_factory: pytest.T
     top = tmp_path_factory.mktemp("training")
     save_plainly(top / "plain")
     cases = sorted(
-        (*CASES, *TWICE, *CHECKPOINTS, KEPT, replace(KEPT, name="kept-again", first=3)),
+        (*CASES, *TWICE, *CHECKPOINTS, KEPT, RELOADS, replace(KEPT, name="kept-again", first=3)),
         key=lambda own: own.first,
     )
     jobs: dict[tuple[int, int, str], list[Case]] = {}
@@ -205,6 +209,7 @@ def results(make_plan: MakePlan, run_ranks: RunRanks, tmp_path_factory: pytest.T
 
 
 ROWS = [(runtime, case) for case in (*CASES, *CHECKPOINTS) for runtime in case.runtimes]
+ROWS.append(("torch", RELOADS))
 
 
 def largest_difference(one: Any, other: Any) -> float:
@@ -279,7 +284,7 @@ def test_the_plain_model_reads_a_checkpoint_of_stages(results: Results, tmp_path
 def test_deepspeeds_own_optimizer_trains_clips_and_goes_on(results: Results) -> None:
     if ("deepspeed", KEPT.name) not in results:
         pytest.skip("deepspeed is not installed")
-    for name in (KEPT.name, "kept-again"):
+    for name in (KEPT.name, "kept-again", RELOADS.name):
         ranks = results["deepspeed", name]
         for own in ranks:
             assert "error" not in own, own["error"]

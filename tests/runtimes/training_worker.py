@@ -183,16 +183,24 @@ def train_plainly(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def start(case: dict[str, Any], dtype: torch.dtype) -> Training:
     kind = case["model"]
     example, _ = batch(kind, 3, 0, dtype)
+    model = made(kind, dtype)
+    state = {name: own.clone() for name, own in model.state_dict().items()}
+    if case["reloads"]:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
     with autocast(case):
-        return build(
+        training = build(
             case["file"],
-            made(kind, dtype),
+            model,
             None if kind == "own loss" else partial(loss_of, reduction=case["reduction"]),
             example,
             optimizer=optimizer_of(case),
             loss_reduction=case["reduction"],
             device="cpu",
         )
+    if case["reloads"]:
+        training.load_state_dict(state)
+    return training
 
 
 def train(case: dict[str, Any], training: Training, dtype: torch.dtype) -> dict[str, Any]:
@@ -222,7 +230,8 @@ def train(case: dict[str, Any], training: Training, dtype: torch.dtype) -> dict[
             scaler.update()
         scheduler.step()
     if case["checkpoint"] and not case["first"]:
-        training.save(case["checkpoint"], step=STEPS, scheduler=scheduler.state_dict())
+        for _ in range(2):  # the second replaces the first
+            training.save(case["checkpoint"], step=STEPS, scheduler=scheduler.state_dict())
     results.add_state("state", training.state_dict())
     given, target = batch(kind, case["evaluated"], 9, dtype)
     results.values["eval"] = training.eval(given, target, divisor=divisor_of(case, target)).item()
