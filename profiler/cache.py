@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -38,6 +39,18 @@ _OF_NO_SPEED = (
     *("TORCH_HOME", "TORCH_HUB", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "CUDA_CACHE_PATH"),
     "TORCHINDUCTOR_CACHE_DIR",
 )
+_SETTINGS = (
+    *("get_num_threads", "get_num_interop_threads", "get_default_dtype", "backends.cpu.get_cpu_capability"),
+    *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision", "backends.fp32_precision"),
+    *(f"backends.cudnn.{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
+    *(f"backends.cudnn.{name}fp32_precision" for name in ("", "conv.", "rnn.")),
+    *(f"backends.mkldnn.{name}fp32_precision" for name in ("", "matmul.", "conv.", "rnn.")),
+    *("backends.mkldnn.enabled", "backends.cuda.matmul.fp32_precision", "backends.cuda.matmul.allow_tf32"),
+    *(f"backends.cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+    "backends.cuda.matmul.allow_fp16_accumulation",
+)
+"""What chooses kernels in a process, in torch's namespace."""
 _PACKAGES = ("pplan", "torch", "torchvision", "transformers", "huggingface-hub")
 _NOT_OF_A_KEY = ("cache", "resume", "budget_seconds", "micro_batch_sizes", "calibrate")
 """Options that a request holds, or that change no measurement."""
@@ -59,19 +72,15 @@ def process_state() -> list[Any] | None:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    return [
-        *(torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_float32_matmul_precision()),
-        *(torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled),
-        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
-        torch.are_deterministic_algorithms_enabled(),
-        *(
-            bool(getattr(cuda, f"{kind}_sdp_enabled")())
-            for kind in ("flash", "mem_efficient", "math", "cudnn")
-        ),
-        bool(cuda.matmul.allow_fp16_reduced_precision_reduction),
-        str(torch.get_default_dtype()),
-    ]
+    return [_setting(torch, name) for name in _SETTINGS]
+
+
+def _setting(torch: Any, name: str) -> str | None:
+    """None where this torch has none, or does not tell, since others were set by their new names."""
+    with suppress(AttributeError, RuntimeError):
+        value = attrgetter(name)(torch)
+        return str(value() if callable(value) else value)
+    return None
 
 
 def name_key(name: str, options: ProfileOptions) -> str | None:

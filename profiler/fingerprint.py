@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ast
-import functools
+import copyreg
 import importlib.util
+import inspect
 import json
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -23,7 +33,7 @@ from ..cost_models.text_files import sha256
 from .cache import environment, process_state
 from .layer import storage_aliases
 from .local_machine import device_memory_bytes, device_name, versions
-from .losses import load_loss
+from .losses import Loss, load_loss
 from .measurement_target import Setup, dtype_for
 from .names import find_source
 from .torch_private import REGISTRIES, tree_flatten
@@ -37,16 +47,25 @@ _VERSIONED = (
     *(_HERE / folder for folder in ("pplan", "profiler", "runtimes", "planner", "cost_models", "cli")),
 )
 """Python's own files and pplan's."""
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+_WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (MethodType, ("__func__", "__self__")),
+    (property, ("fget", "fset")),
+    ((classmethod, staticmethod), ("__func__",)),
+)
+"""Functions with what they are bound to, by attribute."""
+_ATTRIBUTES = (
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType),
+    *(types.ClassMethodDescriptorType, types.WrapperDescriptorType),
+)
+"""Attributes of classes that are written in C."""
 _OF_TORCH = ("torch", "_operator", "math", "builtins")
 _OF_PROCESS = ("logging", "threading", "_thread", "random", "weakref", "_weakref")
 """Packages whose objects hold what is another thing in every process."""
 _HASHES = ("_original_object_hash",)
 """Attributes of transformers' configurations that are another number in every process."""
-_DEEPEST, _LONGEST = 50, 1000
-"""Of what a module holds: levels, and entries of a collection, of which the first and the last count else."""
 _MOST_VALUES = 4096
-"""Elements of a buffer of whole numbers, which may be sizes or choices."""
+"""Elements of a floating tensor that forward may read as constants."""
 
 
 def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
@@ -56,7 +75,8 @@ def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
     buffers by shape and dtype, and how it is to be cut; of code the files of its classes and functions, all
     files of the user's that these import, also where they are imported when forward runs, and the globals
     that these use; of the conditions input, dtype, device, modes, loss, seed, threads, versions. Neither the
-    model's name nor a value of its weights or of its input counts.
+    model's name nor a value of its weights or of its input counts; of whole numbers and of small tensors that
+    are no weights the values count. What tells nothing about itself, such as a generator, has no key.
 
     Args:
         loaded: The model and its input.
@@ -67,17 +87,16 @@ def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
 
     Raises:
         UsageError, ModelError: The dtype or the loss is unknown, or a tensor cannot be measured.
+        Exception: Whatever an object raises that cannot be described; TypeError of Python's own objects.
     """
     code = _Code()
     loss = load_loss(setup.loss, setup.seed)
     model = loaded.module
     content = {
-        "modules": [[path, *code.module(part)] for path, part in model.named_modules(remove_duplicate=False)],
-        "tensors": _tensors(model),
-        "aliases": storage_aliases(model),
+        "modules": code.modules(model),
         "cuts": [setup.granularity, setup.keep_together],
-        "loss": None if loss is None else [loss.name, code.value(loss.function)],
-        **_input(loaded, setup),
+        "loss": None if loss is None else [loss.name, code.loss(loss)],
+        **_input(loaded, setup, code),
         "device": [setup.device.type, device_name(setup.device), device_memory_bytes(setup.device)],
         "modes": repr(setup.modes),
         "seed": setup.seed,
@@ -86,39 +105,24 @@ def fingerprint(loaded: LoadedModel, setup: Setup) -> str:
         "process": process_state(),
         "code": code.files(),
     }
-    # Addresses are others in every process.
-    return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(content, sort_keys=True)))
+    return sha256(json.dumps(content, sort_keys=True))
 
 
-def _tensors(model: nn.Module) -> list[list[Any]]:
-    """Parameters and buffers, by all their names; one that is shared is told from two alike."""
-    numbers: dict[int, int] = {}
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    kinds = {path: type(part).__module__ for path, part in model.named_modules(remove_duplicate=False)}
-    rows = []
-    for name, tensor in tensors:
-        row = [name, numbers.setdefault(id(tensor), len(numbers)), *_tensor(tensor)]
-        is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-        own = not kinds.get(name.rpartition(".")[0], "").startswith("torch.")
-        if own and is_whole and tensor.numel() <= _MOST_VALUES:
-            row.append(tensor.tolist())
-        rows.append(row)
-    return rows
+def _without_addresses(text: str) -> str:
+    """A text that may hold those of objects, whose addresses are others in every process."""
+    return re.sub(" at 0x[0-9a-fA-F]+(?=>)", "", text)
 
 
-def _tensor(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
-
-
-def _input(loaded: LoadedModel, setup: Setup) -> dict[str, Any]:
+def _input(loaded: LoadedModel, setup: Setup, code: _Code) -> dict[str, Any]:
     """Shapes of two samples, dtypes, and what else forward is given."""
     dtype, _ = dtype_for(loaded, setup.dtype)
     example = loaded.example_input_for(2).to(dtype=dtype)
     leaves, form = tree_flatten((example.args, example.kwargs))
     tensors = [
-        [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+        [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, Tensor) else code.value(leaf)
+        for leaf in leaves
     ]
-    return {"input": tensors, "form": str(form), "dtype": str(dtype)}
+    return {"input": tensors, "form": _without_addresses(str(form)), "dtype": str(dtype)}
 
 
 class _Code:
@@ -127,85 +131,140 @@ class _Code:
     def __init__(self) -> None:
         self._names: dict[str | None, None] = {}
         """Python modules."""
-        self._kinds: set[type] = set()
         self._numbers: dict[int, tuple[int, object]] = {}
         """By identity: the number of an object, and the object itself, which is kept alive."""
-        self._depth = 0
 
-    def module(self, module: nn.Module) -> list[Any]:
-        """Class, settings and source of a module; torch's own are of torch's version."""
+    def loss(self, loss: Loss) -> object:
+        """The function, which may be a module; the file that a loss of the user's is named in counts too."""
+        if ":" in loss.name:
+            self._names[loss.name.partition(":")[0]] = None
+        return self.value(loss.function)
+
+    def modules(self, root: nn.Module) -> list[Any]:
+        """A module with all in it, and its parameters and buffers, by all their names.
+
+        What is shared is told from two alike.
+        """
+        parts = list(root.named_modules(remove_duplicate=False))
+        kinds = {path: type(part).__module__ for path, part in parts}
+        tensors = [
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        ]
+        # First, so that whatever else holds one of them refers to it.
+        numbers = [[name, self._number(one)] for name, one in (*parts, *tensors)]
+        rows = [
+            self._tensor(
+                tensor,
+                has_values=_is_whole(tensor)
+                and not kinds.get(name.rpartition(".")[0], "").startswith("torch."),
+            )
+            for name, tensor in tensors
+        ]
+        return [numbers, [self._module(part) for _, part in parts], rows, storage_aliases(root)]
+
+    def value(self, value: object) -> object:
+        """Plain values as they are, functions by their code, other things by what they hold.
+
+        Raises what an object raises that cannot tell what it holds.
+        """
+        if type(value) in _SIMPLE:
+            return repr(value)
+        if type(value) is bytes:
+            return ["bytes", sha256(value)]
+        if id(value) in self._numbers:
+            return self._numbers[id(value)][0]
+        self._number(value)
+        return self._described(value)
+
+    def _number(self, value: object) -> int:
+        return self._numbers.setdefault(id(value), (len(self._numbers), value))[0]
+
+    def _described(self, value: Any) -> object:
+        kind = type(value)
+        if isinstance(value, nn.Module):
+            return self.modules(value)
+        if isinstance(value, Tensor):
+            is_constant = not value.requires_grad and value.numel() <= _MOST_VALUES
+            return self._tensor(value, has_values=_is_whole(value) or is_constant)
+        if kind in (dict, MappingProxyType):
+            pairs = [pair for pair in value.items() if pair[0] not in _HASHES]
+            return [kind.__name__, *(self.value(one) for pair in pairs for one in pair)]
+        if kind in (tuple, list):
+            return [kind.__name__, *map(self.value, value)]
+        if kind in (set, frozenset):
+            return [kind.__name__, *sorted(json.dumps(self.value(one)) for one in value)]
+        for wrappers, names in _WRAPPERS:
+            if isinstance(value, wrappers):
+                return [kind.__name__, *(self.value(getattr(value, name)) for name in names)]
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_CREATED:
+            # As in a context that decorates a function; one that has begun tells not how far it is.
+            return [_code_hash(value.gi_code), self.value(inspect.getgeneratorlocals(value))]
+        if isinstance(value, type):
+            return self._kind(value)
+        if isinstance(value, _ATTRIBUTES):
+            return [kind.__name__, value.__objclass__.__module__, value.__qualname__]
+        if isinstance(value, ModuleType):
+            self._names[value.__name__] = None
+            return [kind.__name__, value.__name__]
+        if kind.__module__.partition(".")[0] in _OF_PROCESS:
+            return kind.__qualname__
+        return self._object(value)
+
+    def _object(self, value: Any) -> list[Any]:
+        """Another object, by its attributes and what it tells `copy` and `pickle`. Raises what it raises."""
+        contents = [vars(value) if hasattr(value, "__dict__") else {}, _slots(value)]
+        reduce = copyreg.dispatch_table.get(type(value))
+        reduced = reduce(value) if reduce else value.__reduce_ex__(2)
+        if isinstance(reduced, str):
+            contents += [getattr(value, "__module__", None), reduced]
+        else:
+            # Behind constructor, arguments and state: iterators of entries.
+            contents += [*reduced[:3], *(list(entries or ()) for entries in reduced[3:5])]
+        return [self.value(one) for one in (type(value), *contents)]
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        """Class, settings and source of one module; torch's own are of torch's version."""
+        graph: Any = module.graph if isinstance(module, fx.GraphModule) else None
         # Hooks are numbered through the process.
         settings = {
             name: self.value(list(value.values()) if "hooks" in name and isinstance(value, dict) else value)
-            for name, value in vars(module).items()
-            if name not in REGISTRIES
+            for name, value in (vars(module) | _slots(module)).items()
+            if name not in REGISTRIES and (graph is None or name != "_graph")
         }
-        graph = module.code if isinstance(module, fx.GraphModule) else ""
-        return [self._kind(type(module)), module.extra_repr(), settings, graph]
+        nodes = [] if graph is None else [module.code, *(self.value(node.target) for node in graph.nodes)]
+        return [self.value(type(module)), _without_addresses(module.extra_repr()), settings, nodes]
 
-    def value(self, value: object) -> object:
-        """Plain values as they are, functions by their code, other things by what they hold."""
-        if isinstance(value, _SIMPLE):
-            return repr(value)
-        if id(value) in self._numbers:
-            return self._numbers[id(value)][0]
-        if self._depth == _DEEPEST:
-            return "..."
-        self._numbers[id(value)] = len(self._numbers), value
-        self._depth += 1
-        description = self._described(value)
-        self._depth -= 1
-        return description
-
-    def _described(self, value: Any) -> object:
-        if isinstance(value, nn.Module):
-            return self._kind(type(value))
-        if isinstance(value, Tensor):
-            return _tensor(value)
-        if isinstance(value, Mapping):
-            pairs = [pair for pair in [*value.items()][:_LONGEST] if pair[0] not in _HASHES]
-            return [self.value(one) for pair in pairs for one in pair]
-        if isinstance(value, tuple | list):
-            ends = value if len(value) <= _LONGEST else (value[0], len(value), value[-1])
-            return [self.value(one) for one in ends]
-        if isinstance(value, set | frozenset):
-            return sorted(json.dumps(self.value(one)) for one in value)
-        if isinstance(value, functools.partial):
-            return [self.value(value.func), self.value(value.args), self.value(value.keywords)]
-        if isinstance(value, MethodType):
-            return [self.value(value.__func__), self.value(value.__self__)]
-        if isinstance(value, FunctionType):
-            return self._function(value)
-        if isinstance(value, type):
-            return self._kind(value)
-        if isinstance(value, ModuleType) or type(value).__module__.partition(".")[0] in _OF_PROCESS:
-            return type(value).__qualname__
-        settings = vars(value) if hasattr(value, "__dict__") else {}
-        return [self._kind(type(value)), getattr(value, "__qualname__", ""), self.value(settings)]
+    def _tensor(self, tensor: Tensor, *, has_values: bool) -> list[Any]:
+        form = [list(tensor.shape), str(tensor.dtype), tensor.requires_grad, list(tensor.stride())]
+        row = [*form, self.value(type(tensor)), self.value(vars(tensor))]
+        if has_values and not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            row.append(sha256(flat.view(torch.uint8).numpy().tobytes()))
+        return row
 
     def _kind(self, kind: type) -> list[Any]:
-        """A class by its name; where it comes first, with what it holds and torch's version does not tell."""
-        name = [kind.__module__, kind.__qualname__]
-        if kind in self._kinds:
-            return name
-        self._kinds.add(kind)
+        """A class by its name, with what it holds and torch's version does not tell."""
         self._names |= {base.__module__: None for base in kind.__mro__}
         values = [
-            [key, self.value(getattr(value, "fget", getattr(value, "__func__", value)))]
+            [key, self.value(value)]
             for base in kind.__mro__
             for key, value in vars(base).items()
             if _counts(key, value, base)
         ]
-        return [*name, values]
+        return [kind.__module__, kind.__qualname__, values]
 
     def _function(self, function: FunctionType) -> list[Any]:
         """Name, code and enclosed values; what was typed into an interpreter with the globals it uses."""
-        if _is_of_torch(function):
+        if _is_of_torch(function) and not function.__closure__:
             return [function.__module__, function.__qualname__]
-        self._names[function.__module__] = None
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        values = [self.value(own) for own in (cells, function.__defaults__, function.__kwdefaults__)]
-        used = _names_of(function.__code__) if _is_typed(function.__module__) else ()
+        self._names |= {function.__module__: None, _home(function): None}
+        cells = [_contents(cell) for cell in function.__closure__ or ()]
+        contents = (cells, function.__defaults__, function.__kwdefaults__, vars(function))
+        values = [self.value(one) for one in contents]
+        used = _names_of(function.__code__) if _is_typed(_home(function)) else ()
         globals_used = [self.value(function.__globals__.get(name)) for name in sorted(used)]
         return [function.__qualname__, _code_hash(function.__code__), values, globals_used]
 
@@ -217,7 +276,7 @@ class _Code:
             name: {
                 key: self.value(value)
                 for key, value in vars(module).items()
-                if key in used and not key.startswith("__") and getattr(value, "__module__", None) != name
+                if key in used and not key.startswith("__") and not _is_defined_in(name, value)
             }
             for name, module in own.items()
         }
@@ -233,23 +292,50 @@ class _Code:
         }
 
 
-def _is_filled(cell: Any) -> bool:
+def _contents(cell: Any) -> object:
+    """What a closure holds; Ellipsis for what it does not hold yet."""
     with suppress(ValueError):
-        return cell.cell_contents is not None
-    return False
+        return cell.cell_contents
+    return ...
+
+
+def _slots(value: object) -> dict[str, Any]:
+    """Attributes that are in no `__dict__`."""
+    return {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    }
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_defined_in(module_name: str, value: object) -> bool:
+    """Return whether the source of a Python module tells what a class or a function of it does."""
+    is_definition = isinstance(value, type | FunctionType) and not getattr(value, "__closure__", None)
+    return is_definition and _home(value) == module_name
 
 
 def _is_of_torch(definition: Any) -> bool:
     """Return whether torch's version, or Python's, tells what a class or a function does."""
-    return str(definition.__module__).partition(".")[0] in _OF_TORCH
+    return str(_home(definition)).partition(".")[0] in _OF_TORCH
+
+
+def _home(definition: Any) -> str | None:
+    """The Python module with the code: a decorated function calls itself of that of what it decorates."""
+    name: str | None = getattr(definition, "__globals__", {}).get("__name__", definition.__module__)
+    return name
 
 
 def _counts(name: str, value: object, kind: type) -> bool:
-    """Return whether an attribute of a class counts: functions, plain values; of torch's what was put in."""
+    """Return whether an attribute of a class counts: all but Python's own; of torch's what was put in."""
     if isinstance(value, FunctionType):
         return not (_is_of_torch(kind) and _is_of_torch(value))
-    is_plain = isinstance(value, _SIMPLE) and not name.startswith("__")
-    return (is_plain or isinstance(value, property | classmethod | staticmethod)) and not _is_of_torch(kind)
+    is_own = not name.startswith("__") and name != "_abc_impl"
+    return (is_own or isinstance(value, property | classmethod | staticmethod)) and not _is_of_torch(kind)
 
 
 def _is_typed(module_name: str | None) -> bool:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import deque, namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.text_files import sha256
+from pplan.profiler.cache import process_state
 from pplan.profiler.clocks import clock_for
 from pplan.profiler.fingerprint import fingerprint
 from pplan.profiler.measure import profile_model
@@ -26,8 +35,9 @@ CPU = torch.device("cpu")
 SETUP = Setup(CPU, None, "block", (), "none", Modes(), 0, clock_for(CPU))
 
 
-def key(module: nn.Module, example: object = None) -> str:
-    return fingerprint(from_module(module, torch.ones(2, 4) if example is None else example), SETUP)
+def key(module: nn.Module, example: object = None, loss: str = "none") -> str:
+    loaded = from_module(module, torch.ones(2, 4) if example is None else example)
+    return fingerprint(loaded, replace(SETUP, loss=loss))
 
 
 def scaled(factor: float) -> Callable[[Any], Any]:
@@ -41,8 +51,14 @@ def scaled(factor: float) -> Callable[[Any], Any]:
     return decorate
 
 
+@contextmanager
+def suppressing(times: int) -> Iterator[int]:
+    yield times
+
+
 class Config:
     width = 4
+    sizes: object = ()
 
     def __init__(self) -> None:
         self.times = 1
@@ -104,14 +120,188 @@ def test_what_the_model_holds_counts(name: str) -> None:
     assert key(changed) != key(Net())
 
 
+@dataclass(slots=True)
+class Slotted:
+    times: int
+    inner: object = None
+
+
+class Named(str):
+    """A text with a setting."""
+
+    def __new__(cls, text: str, times: int) -> Named:
+        named = super().__new__(cls, text)
+        named.times = times  # type: ignore[attr-defined]
+        return named
+
+
+class Halves(nn.Module):
+    """A module in no other, with a setting."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner = nn.Dropout(factor)
+
+
+Pair = namedtuple("Pair", "a b")
+Couple = namedtuple("Couple", "a b")
+HELD: dict[str, tuple[Any, Any]] = {
+    "slots": (Slotted(1), Slotted(2)),
+    "slots in slots": (Slotted(1, Slotted(1)), Slotted(1, Slotted(2))),
+    "scalar of numpy": (np.int64(1), np.int64(2)),
+    "array": (np.arange(5000), np.where(np.arange(5000) == 2500, 0, np.arange(5000))),
+    "dtype of an array": (np.zeros(2, np.int32), np.zeros(2, np.float32)),
+    "range": (range(3), range(4)),
+    "slice": (slice(1, 2), slice(1, 3)),
+    "deque": (deque([1, 2]), deque([1, 3])),
+    "fraction": (Fraction(1, 2), Fraction(1, 3)),
+    "bytes": (bytearray(b"a"), bytearray(b"b")),
+    "method": (operator.methodcaller("exp"), operator.methodcaller("sin")),
+    "pattern": (re.compile("a"), re.compile("b")),
+    "function of torch": (torch.relu, torch.tanh),
+    "Python module": (operator, functools),
+    "whole numbers": (torch.arange(5000), torch.arange(5000).flip(0)),
+    "truth": (torch.tensor([True, False]), torch.tensor([True, True])),
+    "constants": (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    "dtype of nothing": (torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)),
+    "within a long list": ([0] * 3000, [0] * 1500 + [1] + [0] * 1499),
+    "within a long dictionary": (dict.fromkeys(range(3000), 0), dict.fromkeys(range(3000), 0) | {1500: 1}),
+    "tuple or list": ((1, 2), [1, 2]),
+    "named tuple": (Pair(1, 2), Couple(1, 2)),
+    "text with a setting": (Named("a", 1), Named("a", 2)),
+    "hexadecimal text": ("0x1f", "0x2f"),
+    "text like an address": ("<f at 0x1f>", "<f at 0x2f>"),
+    "module outside": ([Halves(0.1)], [Halves(0.2)]),
+    "context that decorates": (suppressing(1)(print), suppressing(2)(print)),
+    "function of torch, decorated": (scaled(1.0)(nn.Linear.forward), scaled(2.0)(nn.Linear.forward)),
+}
+
+
+def holding(value: object) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.held = value  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_values_without_a_dictionary_count(name: str) -> None:
+    first, second = HELD[name]
+    assert key(holding(first)) == key(holding(first)) != key(holding(second))
+
+
+def test_what_tells_nothing_about_itself_has_no_key() -> None:
+    begun = (number for number in (1, 2))
+    next(begun)
+    for opaque in (begun, memoryview(b"a")):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            key(holding(opaque))
+
+
+def test_objects_of_factories_are_told_apart() -> None:
+    """Classes and empty cells that have the same names."""
+
+    def made(first: object, second: object) -> Any:
+        class Local:
+            held = first
+
+        return Local, lambda: (first, second)
+
+    (one, _), (other, _) = made(1, 0), made(2, 0)
+    assert key(holding([one, other, one])) != key(holding([one, other, other]))
+    assert key(holding(made(None, 1)[1])) != key(holding(made(1, None)[1]))
+
+
+def test_values_of_weights_do_not_count_wherever_they_are_held() -> None:
+    def tied() -> nn.Module:
+        linear = nn.Linear(4, 4)
+        linear.register_buffer("scale", torch.rand(4))
+        return nn.Sequential(linear, holding([linear.weight, linear.scale, linear, nn.Linear(4, 4)]))
+
+    assert key(tied()) == key(tied())
+
+
+class Told(nn.Linear):
+    number = "0x1f"
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.marker = object()
+
+    def extra_repr(self) -> str:
+        return f"{self.marker} {self.number}"
+
+
+def test_addresses_in_texts_of_modules_do_not_count() -> None:
+    first, second = Told(), Told()
+    assert first.extra_repr() != second.extra_repr()
+    assert key(first) == key(second)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(weight=torch.ones(4)),
+        nn.Sequential(nn.CrossEntropyLoss()),
+        nn.Sequential(nn.CrossEntropyLoss(reduction="sum")),
+    ],
+)
+def test_settings_of_a_loss_that_is_a_module_count(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for each in (nn.CrossEntropyLoss(), nn.Sequential(nn.CrossEntropyLoss(reduction="none")), loss, loss):
+        monkeypatch.setattr(sys.modules[__name__], "chosen_loss", each, raising=False)
+        keys.append(key(nn.Linear(4, 4), loss=f"{__name__}:chosen_loss"))
+    assert (len(set(keys)), keys[2]) == (3, keys[3])
+
+
+def test_the_file_of_a_named_loss_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    keys = []
+    for end in ("", "", "other = 1\n"):
+        (tmp_path / "own_loss.py").write_text(f"import torch\nloss = torch.sum\n{end}")
+        sys.modules.pop("own_loss", None)
+        keys.append(key(nn.Linear(4, 4), loss="own_loss:loss"))
+    assert (keys[0] == keys[1], keys[0] == keys[2]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cuda.matmul.fp32_precision", "tf32"),
+        ("cudnn.conv.fp32_precision", "ieee"),
+        ("cudnn.rnn.fp32_precision", "ieee"),
+        ("mkldnn.matmul.fp32_precision", "bf16"),
+        ("mkldnn.conv.fp32_precision", "bf16"),
+        ("cuda.matmul.allow_fp16_reduced_precision_reduction", False),
+        ("cuda.matmul.allow_bf16_reduced_precision_reduction", False),
+    ],
+)
+def test_precisions_of_the_process_count(name: str, value: object) -> None:
+    path, _, attribute = name.rpartition(".")
+    place = operator.attrgetter(path)(torch.backends)
+    before, state = getattr(place, attribute), process_state()
+    setattr(place, attribute, value)
+    try:
+        changed = process_state()
+    finally:
+        setattr(place, attribute, before)
+    assert changed != state == process_state()
+
+
 @pytest.mark.parametrize(
     ("target", "name", "value"),
     [
         (Config, "width", 5),
+        (Config, "sizes", (1, 2)),
+        (Config, "sizes", [1, 2]),
+        (Config, "sizes", {"of": {1: (2,)}}),
         (Net, "forward", scaled(4.0)(Net.forward.__wrapped__)),
         (Net, "forward", nn.Identity.forward),
         (Net, "doubled", property(lambda _: 3)),
         (nn.Linear, "forward", lambda _, given: given),
+        (nn.Linear, "forward", scaled(2.0)(nn.Linear.forward)),
     ],
 )
 def test_what_its_classes_hold_counts(
