@@ -31,7 +31,8 @@ class Waits(nn.Module):
     def forward(self, given):
         journals = Path(os.environ["PPLAN_CACHE"]).glob("*.journal")
         passes = sum(path.read_bytes().count(b'"pass"') for path in journals)
-        if passes >= int(os.environ.get("STOP_AFTER", "1000000")):
+        stop = Path("stop_after")
+        if stop.exists() and passes >= int(stop.read_text()):
             Path("stopped").touch()
             while True:
                 time.sleep(0.01)
@@ -71,12 +72,14 @@ def profiling(forked: ForkedPython, zoo: Path, name: str, *options: str, **envir
 
 def stopped(forked: ForkedPython, zoo: Path) -> Any:
     """A child that is in the middle of a pass, and stays there."""
-    child = profiling(forked, zoo, "stopped_child", STOP_AFTER=str(STOP_AFTER))
+    (zoo / "stop_after").write_text(str(STOP_AFTER))
+    child = profiling(forked, zoo, "stopped_child")
     end = time.monotonic() + LIMIT
     while not (zoo / "stopped").exists():
         if not child.process.is_alive() or time.monotonic() > end:
             pytest.fail(f"ended early, or did not begin: {child.wait(0).stderr}")
         time.sleep(0.01)
+    (zoo / "stop_after").unlink()
     return child
 
 

@@ -290,7 +290,6 @@ REFUSED = {
     KeepsHidden: r"the output is not the model's in pass 2",
     OutputHook: r"the gradient of first\.0\.\w+ is not the model's",
     OutputHookIfTraining: r"the gradient of first\.0\.\w+ is not the model's",
-    DecidesByValue: r"forward: scale = 2\.0 if bool",
     DecidesByBatch: "the output is not the model's on a batch of 1",
 }
 """With the reason, which names the tensor and the layer, or the line."""
@@ -306,6 +305,16 @@ def test_what_no_tool_keeps_is_refused(kind: type[Parts]) -> None:
         sequential(kind(), GIVEN)
     assert re.search(REFUSED[kind], caught.value.what), caught.value.what
     assert "granularity='module:PATTERN'" in caught.value.hint
+
+
+def test_a_decision_by_a_weight_is_checked_in_every_run() -> None:
+    model = DecidesByValue()
+    layers = sequential(model, GIVEN)
+    assert torch.equal(layers(GIVEN), model(GIVEN))
+    with torch.no_grad():
+        model.head.weight.fill_(1e7)
+    with pytest.raises(ModelError, match="forward takes out of a tensor is True"):
+        layers(GIVEN)
 
 
 class Inside(nn.Module):
