@@ -605,7 +605,8 @@ class MemoryBound:
 
     def _stage_figures(self, family: Family) -> StageFigures | None:
         """The figures of a family, made once for all families that share them."""
-        key = family.config.micro_batch_size, family.replicas, stage_modes(family.config)
+        config = family.config
+        key = config.micro_batch_size, family.replicas, stage_modes(config), splits_backward(config)
         if key not in self._figures:
             figures = self._figures[key] = make_stage_figures(self.space, family, self.limit)
             if figures is not None:

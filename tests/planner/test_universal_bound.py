@@ -141,6 +141,29 @@ def test_the_least_of_several_schedules(make_chain: MakeChain) -> None:
     )  # never lowered to a step: that would hide it
 
 
+def test_schedules_with_whole_and_with_split_backwards_are_bounded_by_their_own_seconds() -> None:
+    """Where the parts of a backward take less than the whole, 1F1B's seconds would bound ZB-H1 too high."""
+    row = np.ones((3, 1))
+    chain = replace(
+        chain_of(3),
+        backward_seconds=10 * row,
+        backward_input_seconds=0.5 * row,
+        backward_weight_seconds=0.5 * row,
+        # Launches are as many as the work of 1F1B, which is then looked at first, and are shared evenly.
+        forward_host_seconds=np.array([[8.3], [4.15], [4.15]]),
+        backward_host_seconds=np.array([[8.3], [4.15], [4.15]]),
+    )
+    topology = Topology((Group(Device("toy", None), 2),), (Level("node", None, Link(1e9, 0.0)),))
+    best = {}
+    for schedule in ("1f1b", "zb-h1"):
+        options = PlanOptions(mini_batch=4, micro_batches=4, schedule=schedule, recompute="never")
+        problem = Problem(chain, topology, options)
+        best[schedule] = min(every_step(problem))
+    assert best["zb-h1"] < best["1f1b"]
+    for schedules in (["1f1b", "zb-h1"], ["zb-h1", "1f1b"]):
+        assert universal_bound(problem, schedules, 2 * best["1f1b"]) <= best["zb-h1"] * (1 + 1e-9)
+
+
 def chain_of(layers: int) -> Chain:
     """Layers of 1 s forward and 2 s backward, one of them for the weights, and transfers of nothing."""
     row = np.ones((layers, 1))
