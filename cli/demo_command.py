@@ -15,7 +15,7 @@ COSTS = "gpt2-xl.csv"
 
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="FOLDER", help="Where to write the files; it is made where there is none."),
+    typer.Argument(metavar="FOLDER", help="Folder for the files; created if it does not exist."),
 ]
 
 
@@ -28,17 +28,17 @@ class Step(NamedTuple):
 
 STEPS = (
     Step(
-        "What the layers of GPT-2 XL take on an A100, estimated, is in gpt2-xl.csv.\n"
-        "(`pplan profile` measures your own model.) Make a profile of it:",
+        "Read the costs of the layers of GPT-2 XL, estimated for an A100.\n"
+        "(`pplan profile` measures your own model.)",
         "import gpt2-xl.csv --model gpt2-xl",
     ),
     Step(
-        "Find the fastest plan for eight A100 of 40 GB, and prove that no other is faster:",
+        "Find the fastest plan for eight A100 of 40 GB, with a proof.",
         "solve --gpus 8 --gpu a100-40gb --optimizer adamw --mini-batch 64",
     ),
-    Step("Look at one step of the plan. Its gaps are the bubble:", "simulate"),
-    Step("Write the plan for torch.distributed.pipelining:", "export torch"),
-    Step("Write a page to look at, with cuts to move, and to send on:", "report"),
+    Step("Draw a training step. The dots are the bubble.", "simulate"),
+    Step("Export the plan for torch.distributed.pipelining.", "export torch"),
+    Step("Write an HTML page in which you can move the cuts.", "report"),
 )
 NEXT = "Next: open {report} in a browser. In {folder}, pplan explain says what limits the plan."
 
@@ -51,7 +51,9 @@ def demo_command(folder: Folder = Path("pplan-demo")) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder}: is a file", "Name a folder for the files of the demonstration.")
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / COSTS, resources.files(__package__).joinpath(COSTS).read_text("utf-8"), force=True)
+    costs = resources.files(__package__).joinpath(COSTS).read_bytes()
+    if not (folder / COSTS).is_file() or (folder / COSTS).read_bytes() != costs:
+        write_whole(folder / COSTS, costs.decode(), force=False)
     for step in STEPS:
         print(f"\n# {step.purpose.replace(chr(10), chr(10) + '# ')}\n$ pplan {step.command}", flush=True)
         done = subprocess.run([sys.executable, "-m", "pplan", *step.command.split()], cwd=folder, check=False)

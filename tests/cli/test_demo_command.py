@@ -39,3 +39,10 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, capfd: Cap
     assert main(["demo", str(file)]) == 2
     assert str(file) in capfd.readouterr().err
     assert file.read_text() == ""
+
+
+def test_a_file_of_yours_is_kept(tmp_path: Path, capfd: Capture) -> None:
+    (tmp_path / "gpt2-xl.csv").write_text("mine")
+    assert main(["demo", str(tmp_path)]) == 2
+    assert "gpt2-xl.csv" in capfd.readouterr().err
+    assert (tmp_path / "gpt2-xl.csv").read_text() == "mine"
