@@ -219,7 +219,7 @@ def _print_sensitivity(explanation: Explanation, console: Console) -> None:
     if rows:
         print_table(console, columns, rows, title=title)
     if stable:
-        line(console, f"In these ranges no other plan is better: {'; '.join(stable)}.")
+        line(console, f"No better plan was found in these ranges: {'; '.join(stable)}.")
 
 
 def _describe_quantity(sensitivity: Sensitivity) -> str:
