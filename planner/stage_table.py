@@ -394,3 +394,9 @@ def least_backward(costs: LayerCosts, first_share: float, *, splits: bool) -> Fl
     weight = part_seconds(costs, "weight")
     saved = first_share * np.minimum(costs.accumulation, weight)
     return np.minimum(whole, part_seconds(costs, "input") + weight - saved)
+
+
+def layer_work(costs: LayerCosts, first_share: float, *, recompute: bool, splits: bool) -> Floats:
+    """(layers,): seconds of a forward, twice with `recompute`, and a backward as of `least_backward`."""
+    again = (1 + recompute) * costs.forward_seconds
+    return again + least_backward(costs, first_share, splits=splits)

@@ -41,7 +41,7 @@ from .search.bound import MemoryBound
 from .search.family import Family
 from .search.placements import ANY, Placement
 from .search.space import Space, divide_batch
-from .stage_table import Floats, least_backward, part_seconds
+from .stage_table import Floats, layer_work, part_seconds
 
 STRAIGHT = frozenset({"gpipe", "1f1b", "dapple"})
 """Schedules with one stage a device and whole backwards."""
@@ -189,8 +189,7 @@ class PlanSet:
 
     def _work(self, costs: LayerCosts) -> Floats:
         """(layers,): all seconds of every layer on a kind of device, before its scale."""
-        backward = least_backward(costs, self._first_backwards, splits=self.splits)
-        return (1 + self.recompute) * costs.forward_seconds + backward
+        return layer_work(costs, self._first_backwards, recompute=self.recompute, splits=self.splits)
 
     @cached_property
     def simple(self) -> float:

@@ -29,7 +29,7 @@ from ...cost_models.step_costs import Hosts
 from ...cost_models.topology import Device, Topology
 from ..cut_limits import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes, stage_figure
-from ..stage_table import Floats, StageTable, fullest_kind, least_backward, ledger_options
+from ..stage_table import Floats, StageTable, fullest_kind, layer_work, ledger_options
 from .budget import SearchBudget
 from .replica_group import Buckets, HostMemory, ReplicaGroupCosts, make_buckets
 
@@ -214,12 +214,7 @@ class Space:
     ) -> Floats:
         """(layers,): seconds of so many samples, forward (twice with `recompute`) and backward, on the device
         that is fastest for each layer; `first_share` and `splits` as of `least_backward`."""
-
-        def seconds(own: LayerCosts) -> Floats:
-            again = (1 + recompute) * own.forward_seconds
-            return again + least_backward(own, first_share, splits=splits)
-
-        return self.least(size, seconds)
+        return self.least(size, lambda own: layer_work(own, first_share, recompute=recompute, splits=splits))
 
     def least_forward(self, size: int) -> Floats:
         """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
