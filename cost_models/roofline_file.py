@@ -34,7 +34,7 @@ Peak = Annotated[float, Field(ge=1e6, le=1e20)]
 
 
 class _RooflineKeys(BaseModel):
-    """What may stand in the file."""
+    """Fields of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 

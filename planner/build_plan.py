@@ -357,7 +357,7 @@ def list_norm_warnings(problem: Problem, best: ScoredPlan) -> list[str]:
         return []
     return [
         f"{norms[0]} is a batch norm: it normalises each micro-batch of {format_count(samples, 'sample')} a "
-        f"replica by itself, and trains otherwise than with whole batches; fewer `micro_batches` (or "
+        f"replica by itself, unlike training with whole batches; fewer `micro_batches` (or "
         f"`micro_batch_sizes` of pplan profile) give it {LEAST_SAMPLES}"
     ]
 

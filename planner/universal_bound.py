@@ -81,7 +81,7 @@ def universal_bound(
 
 
 def _is_straight(problem: Problem, schedule: str) -> bool:
-    """Whether a device has one stage, of which `search.bound` knows the bytes."""
+    """Return whether devices have one stage each, whose bytes `search.bound` counts."""
     return schedule in STRAIGHT or (schedule in STRAIGHT_SPLIT and problem.modes(schedule) == ("never",))
 
 

@@ -50,7 +50,7 @@ _SETTINGS = (
     *(f"backends.cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
     "backends.cuda.matmul.allow_fp16_accumulation",
 )
-"""What chooses kernels in a process, in torch's namespace."""
+"""Settings of a process that select kernels, by their names under `torch`."""
 _PACKAGES = ("pplan", "torch", "torchvision", "transformers", "huggingface-hub")
 _NOT_OF_A_KEY = ("cache", "resume", "budget_seconds", "micro_batch_sizes", "calibrate")
 """Options that a request holds, or that change no measurement."""
@@ -136,7 +136,7 @@ def _own_files() -> list[str]:
 
 
 def _stamps(files: Sequence[str]) -> dict[str, list[int]]:
-    """By file, when it was changed, and its bytes; a file that is gone is left out."""
+    """Return modification time and size by file; leave out files that do not exist."""
     stamps = {}
     for file in files:
         with suppress(OSError):
@@ -220,7 +220,7 @@ class Request(Record):
 
 
 class _Link(Record):
-    """Where the profile of a model is that its name determines."""
+    """Return the path of the profile of a model that its name determines."""
 
     key: str
     files: dict[str, list[int]]

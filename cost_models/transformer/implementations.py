@@ -1,4 +1,4 @@
-"""Whose code trains a transformer: what its kernels read and write, what it keeps, and how it may be shared.
+"""Training code of a transformer: what its kernels read and write, what it saves, which degrees it allows.
 
 `megatron`: Megatron-LM with Transformer Engine, the code that the 18 published steps of `published_gpu.py`
 ran. Norms, activations and the loss are fused, and so are queries, keys and values, and both matrices up.

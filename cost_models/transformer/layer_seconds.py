@@ -81,7 +81,7 @@ class LayerSeconds:
 
     @property
     def reshards(self) -> bool:
-        """Whether the schedule gathers and reshards the weights of virtual stages."""
+        """Return whether the schedule gathers and reshards the weights of virtual stages."""
         return self.degrees.zero == 3 and self.degrees.pipeline > 1
 
     def gather_seconds(self, ranges: Sequence[range]) -> list[float]:

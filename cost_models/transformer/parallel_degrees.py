@@ -67,7 +67,7 @@ class ParallelDegrees:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether every backward reduces gradients, which are spread then."""
+        """Return whether every backward reduces its gradients, because they are sharded."""
         return self.zero == 2 or (self.zero == 3 and self.pipeline == 1)
 
     @property

@@ -146,7 +146,7 @@ class RankCosts:
     host_bandwidth: float | None = None
     """Bytes per second of a device's copies to the host's memory, and of those back; None: not known."""
     implementation: Implementation = MEGATRON
-    """Whose code runs them."""
+    """Training code that is costed."""
     updates: dict[Hashable, float] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Seconds of updates that were asked for."""
     works: dict[Hashable, LayerWork] = field(init=False, default_factory=dict, compare=False, repr=False)

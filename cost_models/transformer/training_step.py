@@ -107,8 +107,11 @@ def pipeline_costs(
     gathers: Sequence[float] = (),
     unsharded_stages: int = 1,
 ) -> Costs:
-    """Of (virtual) stages that take so long for a micro-batch, as the simulator takes them. `gathers`:
-    seconds of gathering the weights of each, of so many of a device at a time; empty: they are there."""
+    """Costs for the simulator, from the pass seconds of each (virtual) stage.
+
+    `gathers`: seconds to gather the weights of each, with `unsharded_stages` of a device gathered at a time;
+    empty: weights are whole.
+    """
     stages = len(own) // virtual
     forward, backward = (
         np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]

@@ -210,7 +210,7 @@ class ConfigurationOptions(Options):
 
 @options_class
 class DegreeOptions(ConfigurationOptions):
-    """What is trained, and which degrees are allowed; None: all. Raises UsageError.
+    """Training setting, and the degrees that are allowed (None: all). Raises UsageError.
 
     `mini_batch`: sequences of one optimizer step. `zero`: allowed stages of ZeRO (2 and 3: FSDP);
     None: those that the implementation has that may pay.

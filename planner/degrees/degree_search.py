@@ -149,7 +149,7 @@ def search_degrees(
 def _more_again(
     shape: TransformerShape, layers: LayerTable, one: Combination
 ) -> tuple[LayerTable, Combination] | None:
-    """The same with one more block of each stage that runs again; None where no stage has so many."""
+    """Return the same with one more recomputed block per stage; None if no stage has as many."""
     if one.recompute_blocks is None or one.recompute_blocks == most_recompute_blocks(shape, one):
         return None
     setting = replace(one.setting, recompute_blocks=one.recompute_blocks + 1)

@@ -42,7 +42,7 @@ WIDTHS = (16, 128, 1024)
 MOST_STEPS = 20_000
 """Beginnings that are followed before no more are tried."""
 _ROUNDING = 1e-9
-"""Of a step, what sums of the same seconds in another order may be off."""
+"""Relative error of a step whose seconds are summed in another order."""
 
 
 @dataclass(frozen=True)

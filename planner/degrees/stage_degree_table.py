@@ -143,7 +143,7 @@ class StageDegreeTable:
 
 
 def _recomputations(allowed: str, longest: int) -> Iterator[Recompute]:
-    """Those that the option allows of a stage, up to all blocks of the longest."""
+    """List what the option allows for a stage, up to all blocks of the longest."""
     if allowed in ("auto", "none", "partial"):
         yield Recompute("none")
     if allowed in ("auto", "selective"):

@@ -1,4 +1,4 @@
-"""What `solve` plans for: a profile, or the configuration of a transformer."""
+"""Sources of `solve`: a profile, or the configuration of a transformer."""
 
 from __future__ import annotations
 

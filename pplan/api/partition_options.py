@@ -15,8 +15,10 @@ def _number(form: str, help: str) -> Any:
 
 @options_class
 class PartitionOptions(Options):
-    """What a partition of another tool does not say; None: as it says, else the best. `virtual_stages`: of a
-    device; `replicas`: of every stage."""
+    """Settings that a partition of another tool may lack; None: its own, else the best.
+
+    `virtual_stages`: of a device; `replicas`: of every stage.
+    """
 
     schedule: str | None = option(
         None,

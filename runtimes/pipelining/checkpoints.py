@@ -34,7 +34,7 @@ ABOUT = "pplan.json"
 TAG = "pplan"
 """Folder of a checkpoint with DeepSpeed's own files."""
 ENDINGS = ("partial", "old")
-"""What is written, and what is replaced, stand next to a checkpoint with these."""
+"""Suffixes of the folders that `save` writes first and replaces last."""
 _PARTS = {ABOUT, METADATA, f"{METADATA}.tmp", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
 """Names of other files that DCP and DeepSpeed write."""
 
@@ -56,7 +56,7 @@ class ModelTensors:
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """What a process has of a training: weights and buffers by the model's names, `parameters` by name (a
+    """State of a training in a process: weights and buffers by the model's names, `parameters` by name (a
     weight that several of its stages share more than once), and the optimizer of these."""
 
     tensors: ModelTensors
@@ -265,7 +265,7 @@ def read_about(training: TrainingState, path: Path, layout: str = "") -> dict[st
 
 
 def _read_about_file(training: TrainingState, path: Path) -> dict[str, Any]:
-    """What pplan wrote about a checkpoint; nothing where it did not write it."""
+    """Return what pplan wrote about a checkpoint; empty if another tool wrote the checkpoint."""
     if not (path / ABOUT).is_file():
         return {}
     about, digest = _parse_about(path / ABOUT), _digest(training)

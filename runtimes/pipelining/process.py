@@ -83,7 +83,7 @@ class PipelineProcess:
     stages: list[PipelineStage]
     """PyTorch's, which `schedule` runs."""
     stage_layers: dict[int, StageLayers]
-    """What the layers of its stages hold of the model, by stage."""
+    """Tensors of the model in each stage of the process."""
     tied: TiedGradients
     """Copies of weights that other stages use, too: `step` adds up their gradients."""
     loss: StageLoss | None

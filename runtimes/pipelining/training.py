@@ -188,7 +188,7 @@ class Training(ABC):
     """
 
     optimizer: torch.optim.Optimizer
-    """What updates the parameters of this process. Not set where `build` was given none."""
+    """Optimizer of the parameters of this process. Unset if `build` was given none."""
     make_optimizer: MakeOptimizer | None = None
     build_stages: Callable[..., Any] | None = None
     start_deepspeed: Callable[[str], object]
@@ -499,7 +499,7 @@ class Training(ABC):
         return samples
 
     def _weight(self, samples: int, divisor: float | Tensor | None) -> float | Tensor:
-        """What the loss of a sample counts by, or where it is a sum the whole. Raises UsageError."""
+        """Return the factor of the loss of a sample, or of the sum. Raises UsageError."""
         if divisor is None:
             return 1 / samples
         if self.reduction == "mean" or not float(divisor) > 0:
@@ -845,7 +845,7 @@ class DeepspeedTraining(ProcessTraining):
 
     @property
     def _layout(self) -> str:
-        """What DeepSpeed's own files depend on."""
+        """Return the layout that DeepSpeed's own files depend on."""
         document = cast(DeepspeedExport, self.document)
         return f"{document.num_stages} stages with cuts {document.parts} on {document.replicas} replicas"
 
