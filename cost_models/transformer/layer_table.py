@@ -190,17 +190,6 @@ class LayerTable(LayerBytes):
             self._columns[key] = ends, columns
         return columns
 
-    def bytes_by_again(self, blocks: range) -> tuple[np.ndarray, np.ndarray]:
-        """By how many of the first of these blocks run again, from none to all of them: bytes that they keep
-        of a micro-batch for backward, and those besides while a block's backward runs."""
-        works = [self.blocks[kind] for kind in self.shape.routed[blocks.start : blocks.stop]]
-        saved = np.array([work.saved for work in works])
-        space = np.array([work.workspace for work in works])
-        rest = np.append(np.cumsum(saved[::-1])[::-1], 0.0)
-        again = np.append(0.0, np.maximum.accumulate(saved + space)) - rest
-        behind = np.append(np.maximum.accumulate(space[::-1])[::-1], 0.0)
-        return rest + np.arange(len(works) + 1) * self._kept_again, np.maximum(again.clip(0.0), behind)
-
     def least_blocks_again(
         self, numbers: Mapping[bool, np.ndarray], device: int, memory_bytes: float
     ) -> np.ndarray:

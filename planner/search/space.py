@@ -21,7 +21,6 @@ from ...cost_models.collectives import (
 )
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import StageBytes, receive_ahead
 from ...cost_models.optimizers import Precision
 from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
@@ -190,11 +189,6 @@ class Space:
         receives."""
         latency, seconds = self.routes.route(senders, receivers)
         return latency, seconds * min(len(senders), len(receivers))
-
-    def with_buffers(self, stage: StageBytes, micro_batches: int) -> StageBytes:
-        """The bytes of a stage as the runtime has them, with buffers for so many micro-batches; 0: for none,
-        as those of a backward in two parts are counted by themselves."""
-        return receive_ahead(stage, micro_batches) if self.mini_batch and micro_batches else stage
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that each of these devices may hold, inf for any number."""
