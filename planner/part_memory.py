@@ -48,7 +48,7 @@ from .stage_table import Floats, Indices, fullest_kind, ledger_options
 ROUNDS = 60
 """Changes of the prices of a shape."""
 MOST_NUMBERS = 14_000_000
-"""In the tables of all shapes, up to which plans may be ruled out."""
+"""In the tables of all shapes, up to which plans may be ruled out within a second or more."""
 ACTION = 200
 """Numbers of a table whose time is that of counting one action."""
 FIGURES = 13
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 def parts_are_ruled_out(problem: Problem, stage_counts: Container[int], room: float) -> bool:
     """Return whether plans with several parts on so many devices are shown to need more than `room` bytes."""
-    size = 0
+    size, most = 0, MOST_NUMBERS * min(1.0, problem.options.time_limit)
     for (stages, few, parts, name), configs in _group_configs(problem, stage_counts):
         choices = _list_choices(problem, configs, stages)
         if min((choice.replicas for choice in choices), default=inf) * stages > problem.usable_gpus:
@@ -73,7 +73,7 @@ def parts_are_ruled_out(problem: Problem, stage_counts: Container[int], room: fl
         with suppress(UsageError):  # the schedule does not run with these numbers
             shape = PartShape(problem, choices, find_schedule(name).program(stages, few, parts))
             size += shape.size
-            if size > MOST_NUMBERS or not shape.rules_out(room):
+            if size > most or not shape.rules_out(room):
                 return False
     return True
 
