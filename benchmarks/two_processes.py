@@ -129,7 +129,7 @@ def measure_link(folder: Path) -> Path:
     """The link between two processes, as a file for `topology`."""
     file = folder / "links.toml"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    own = [*command, "pplan", "profile-links", "--output", str(file), "--force", "--quiet"]
+    own = [*command, "pplan", "machine", "measure", "links", "--output", str(file), "--force", "--quiet"]
     subprocess.run(own, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     return file
 

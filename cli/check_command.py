@@ -42,8 +42,9 @@ def check_command(
     save: Save = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a plan for a few steps, in processes of this machine or torchrun's, and measure what was predicted.
+    """Run a plan for a few steps, and measure what was predicted.
 
+    It runs in processes of this machine, or in those of torchrun.
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
     from ..api.load import read_plan

@@ -90,7 +90,10 @@ def compare_command(
     watts: Watts = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
+    """Compare plans side by side, or with those of other planners.
+
+    The table has step, samples/s, bubble, memory, devices and gap.
+    """
     from ..api.explain import compare
 
     paths = plan_files or [choose_input(None, ("plan",))]

@@ -74,14 +74,22 @@ def _verbs(table: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 f"{path}: {verb} stands outside of a verb's table",
                 f"Put it below [{_heading(path)}solve], say.",
             )
-        for key, value in values.items():
-            if any(isinstance(own, float) and not math.isfinite(own) for own in _as_list(value)):
-                raise FileError(f"{path}: {verb}: {key} is {value}", "Write a number that is finite.")
+        for key, value in _flat(values):
+            each = value if isinstance(value, list) else [value]
+            if any(isinstance(own, float) and not math.isfinite(own) for own in each):
+                raise FileError(
+                    f"{path}: {verb}: {key.removeprefix('--')} is {value}", "Write a number that is finite."
+                )
         yield verb, values
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a verb, and those of the verbs of a group as `show --gpus`."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}--{name.replace('_', '-')}", value
 
 
 def _heading(path: Path) -> str:
@@ -91,15 +99,27 @@ def _heading(path: Path) -> str:
 def default_map(root: Any) -> dict[str, dict[str, Any]]:
     """The defaults by verb and parameter, as the parser takes them. Raises FileError for what no verb has."""
     defaults = read_defaults()
-    commands = dict(root.commands)
-    result: dict[str, dict[str, Any]] = {}
-    for verb, values in defaults.values.items():
-        if verb not in commands:
-            raise FileError(
-                f"{defaults.path}: [{_heading(defaults.path or Path())}{verb}]: there is no such verb",
-                _nearest(verb, list(commands)),
-            )
-        result[verb] = dict(_parameters(commands[verb], verb, values, defaults.path))
+    return _map_verbs(root, "", defaults.values, defaults.path)
+
+
+def _map_verbs(
+    group: Any, prefix: str, tables: dict[str, dict[str, Any]], path: Path | None
+) -> dict[str, Any]:
+    """The same of the verbs of a group, of the tables below its own."""
+    from .verbs import REMOVED
+
+    result: dict[str, Any] = {}
+    for verb, values in tables.items():
+        command = group.commands.get(verb)
+        if command is None:
+            hint = f"Use: {REMOVED[verb]}" if verb in REMOVED else _nearest(verb, list(group.commands))
+            table = f"{_heading(path or Path())}{prefix}{verb}"
+            raise FileError(f"{path}: [{table}]: there is no such verb", hint)
+        below = {name: value for name, value in values.items() if isinstance(value, dict)}
+        if hasattr(command, "commands"):
+            result[verb] = _map_verbs(command, f"{prefix}{verb}.", below, path)
+            values = {name: value for name, value in values.items() if name not in below}
+        result.setdefault(verb, {}).update(_parameters(command, f"{prefix}{verb}", values, path))
     return result
 
 
@@ -140,7 +160,10 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def config_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show the defaults of options that pplan.toml, or [tool.pplan] of pyproject.toml, sets here."""
+    """Show the defaults of options that are set here.
+
+    They are in pplan.toml, or under [tool.pplan] in pyproject.toml.
+    """
     from .streams import result
 
     defaults = read_defaults()
@@ -159,5 +182,5 @@ def config_command(as_json: Annotated[bool, typer.Option("--json", help="Print J
         return
     lines = [f"Defaults of {defaults.path}:"]
     for verb, values in defaults.values.items():
-        lines += [f"  pplan {verb} --{name.replace('_', '-')} {value}" for name, value in values.items()]
+        lines += [f"  pplan {verb} {option} {value}" for option, value in _flat(values)]
     result("\n".join(lines) + "\n")

@@ -44,7 +44,10 @@ NEXT = "Next: open {report} in a browser. In {folder}, pplan explain says what l
 
 
 def demo_command(folder: Folder = Path("pplan-demo")) -> None:
-    """Plan GPT-2 XL on eight A100, from costs to a report: no GPU, no download, some ten seconds."""
+    """Plan GPT-2 XL on eight A100: no GPU, no download.
+
+    It goes from costs to a report in some ten seconds, and shows each command.
+    """
     from ..cost_models.errors import FileError
     from ..cost_models.text_files import write_whole
 

@@ -15,7 +15,10 @@ def explain_command(
     split: ExplainOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a plan: what limits its step, what comes second, how far it holds, what changes would bring."""
+    """Explain a plan: its limits, the second best, what changes bring.
+
+    It says how far the plan holds, too: how wrong its costs may be before another plan wins.
+    """
     for name in ("replicas", "micro_batches", "schedule"):
         if split.current is None and (text := typed_text(name)) is not None:
             raise UsageError(

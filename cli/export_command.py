@@ -73,7 +73,10 @@ def export_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
+    """Write a plan for a training runtime, or a script that trains.
+
+    The file is in the runtime's own format. --script FILE writes a script that trains by it, too.
+    """
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
     from ..cost_models.text_files import FOR_A_RUNTIME, TEXT, write_whole

@@ -27,7 +27,9 @@ def import_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer.
+    """Make a profile of costs that another tool measured.
+
+    It reads a PipeDream graph, or a table, CSV or JSON, one row a layer.
 
     Columns: name, forward_seconds, backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes,
     micro_batch_size, backward_input_seconds; other units end the name, as in forward_ms or activation_mib;

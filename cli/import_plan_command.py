@@ -44,8 +44,11 @@ def import_plan_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a plan of the partition that another tool holds: a balance or parts list, a Megatron layout,
-    torchtitan's module names, a device_map, or what pplan export wrote."""
+    """Make a plan of the partition that another tool holds.
+
+    A balance or parts list, a Megatron layout, torchtitan's module names, a device_map, or what pplan export
+    wrote.
+    """
     from ..api.import_plan import import_plan
     from ..api.load import read_profile
     from .plan_tables import print_plan

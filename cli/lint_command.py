@@ -46,7 +46,10 @@ def lint_command(
     machine: MachineOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."""
+    """Check a pipeline layout without running it.
+
+    Is it the model's, does it fit the memory, and how far is it from the best?
+    """
     from ..api.lint import lint_layout
     from ..cost_models.transformer.configuration import load_transformer_shape
     from .streams import console, result, waiting

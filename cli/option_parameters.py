@@ -72,11 +72,16 @@ class Typed(Generic[T]):
         return self.model(**values)
 
 
-def make_command(verb: str) -> Any:
-    """The command of a verb, with its options, as typer runs it."""
-    function = f"{verb.replace('-', '_')}_command"
+def make_command(verb: str, *, is_group: bool = False) -> Any:
+    """Make the command of a verb, with its options, as typer runs it.
+
+    A verb's function is in the module of its group, that of a group and of other verbs in their own.
+    """
+    words = verb.replace("-", "_").split()
+    module = "_".join(words if is_group else words[:-1] or words)
+    commands = import_module(f".{module}_command", __package__)
     app = typer.Typer(add_completion=False)
-    app.command()(with_options(getattr(import_module(f".{function}", __package__), function), **_COMMON))
+    app.command()(with_options(getattr(commands, f"{'_'.join(words)}_command"), **_COMMON))
     return typer.main.get_command(app)
 
 
@@ -108,6 +113,8 @@ def with_options(command: Command, **common: Any) -> Command:
     @functools.wraps(command)
     def run(**typed: Any) -> None:
         context: typer.Context = typed.pop(_CONTEXT)
+        if context.invoked_subcommand is not None:
+            return  # of a group that is also a command
         stated = {name for name in typed if _is_typed(context, name)}
         _take_aliases(typed, stated)
         TYPED.set({})

@@ -50,9 +50,10 @@ def profile_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model layer by layer, forward and backward, at several micro-batch sizes.
+    """Measure a model layer by layer.
 
-    What was measured before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
+    Forward and backward are timed at several micro-batch sizes. What was measured
+    before is taken from the cache. Ctrl-C writes what there is; --resume continues it.
     """
     from ..profiler.names import refuse_unknown_name
 

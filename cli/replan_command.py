@@ -15,7 +15,10 @@ def replan_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."""
+    """Plan again without the devices that are gone.
+
+    Of the fast plans it takes the one that moves the fewest bytes of weights.
+    """
     from ..api.explain import replan
     from ..api.load import read_plan
     from .plan_tables import print_plan

@@ -38,7 +38,10 @@ def report_command(
     output: Page = None,
     force: Force = False,
 ) -> None:
-    """Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."""
+    """Write a plan as one HTML page.
+
+    The page has cuts to move, a timeline, memory and comparisons. It needs no other file.
+    """
     from ..api.html_report import find_beside, report
     from ..api.load import read_plan
     from ..cost_models.text_files import REPORT

@@ -59,8 +59,10 @@ def schedules_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """List the schedules: their bubble, memory and weights, what they need, what runs them, their source; or
-    show one, pplan's or your own."""
+    """List the schedules, or show one.
+
+    The list has their bubble, memory and weights, what they need, what runs them, and their source.
+    """
 
     if action == "show":
         if name is None:

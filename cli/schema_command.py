@@ -37,7 +37,10 @@ def schema_command(
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a kind of file, for editors and other programs."""
+    """Print the JSON Schema of a kind of file.
+
+    Editors and other programs use it.
+    """
     from .streams import result
 
     if kind is None:

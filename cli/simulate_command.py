@@ -49,7 +49,10 @@ def simulate_command(
     as_json: AsJson = False,
     actions: Actions = False,
 ) -> None:
-    """Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."""
+    """Simulate a step of a plan, or of given costs, under a schedule.
+
+    It prints the timeline, and where the time goes.
+    """
     from .simulate_tables import Pictures, show
 
     if actions and not as_json:

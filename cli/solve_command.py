@@ -68,8 +68,10 @@ def solve_command(
     details: Details = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is from
-    the best possible."""
+    """Find the fastest plan, and how far it is from the best possible.
+
+    The model is a profile, or the configuration of a transformer.
+    """
 
     _check_owners(
         ("--frontier", frontier, ["points"]),

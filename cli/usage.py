@@ -7,7 +7,7 @@ they offer, not by their classes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -23,47 +23,67 @@ def is_usage_error(error: Exception) -> bool:
 def explain_usage(
     error: Exception, root: Any, words: Sequence[str], removed: Mapping[str, str]
 ) -> UsageError:
-    """The refusal of the arguments `words`, with the nearest options or verbs of `root`, the program."""
+    """Explain why typer refused a command line.
+
+    Args:
+        error: What it raised.
+        root: The program.
+        words: The arguments of the program.
+        removed: By verbs of earlier versions, the commands to use now.
+    """
     if isinstance(error, typer.Abort):
         return UsageError("aborted", "Nothing was done.")
     refusal: Any = error
     message = str(refusal.format_message()).rstrip(".")
-    verb = next((word for word in words if word in root.commands), "")
+    verb, command = _find_command(root, words)
     path, where = (f"pplan {verb}", f"{verb}: ") if verb else ("pplan", "")
     if message.startswith("No such command"):
         unknown = message.split("'")[1]
-        if unknown in removed:
-            now = removed[unknown]
-            return UsageError(
-                f"{unknown} is a part of {now} now", f"Use: pplan {now} config.json, with the same options."
-            )
-        return UsageError(f"no such verb: {unknown}", _near_verb(unknown, root))
+        if not verb and unknown in removed:
+            return UsageError(f"{unknown} is another command now", f"Use: {removed[unknown]}")
+        return UsageError(f"no such verb: {f'{verb} {unknown}'.strip()}", _near_verb(unknown, path, command))
     hint = f"See {path} --help"
     if hasattr(refusal, "possibilities"):
         message = f"no such option: {refusal.option_name}"
-        hint = _near_option(refusal.option_name, verb, root) or hint
+        hint = _near_option(refusal.option_name, verb, command, root) or hint
     elif message.startswith("Missing") and getattr(refusal, "param", None) is not None:
         hint = f"Give it: {path} {_form(refusal.param)}. {hint}"
     return UsageError(f"{where}{message[:1].lower()}{message[1:]}", hint)
 
 
-def _near_verb(verb: str, root: Any) -> str:
-    verbs: list[str] = list(root.commands)
-    matches = difflib.get_close_matches(verb, verbs, n=2, cutoff=0.5)
-    guess = f"Did you mean {' or '.join(matches)}? " if matches else ""
+def _find_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
+    """The verb that the words name, as in `machine list`, and its command; "" and the program for none."""
+    verb, command = "", root
+    for word in words:
+        if word in (commands := getattr(command, "commands", {})):
+            verb, command = f"{verb} {word}".strip(), commands[word]
+    return verb, command
+
+
+def list_verbs(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the verbs of a group, and those of the groups in it, as `machine list`, with their commands."""
+    for name, command in group.commands.items():
+        yield f"{prefix}{name}", command
+        if hasattr(command, "commands"):
+            yield from list_verbs(command, f"{prefix}{name} ")
+
+
+def _near_verb(verb: str, path: str, group: Any) -> str:
+    verbs = [name for name, command in group.commands.items() if not command.hidden]
+    nearest = difflib.get_close_matches(verb, group.commands, n=2, cutoff=0.5)
+    guess = f"Did you mean {' or '.join(f'{path} {name}' for name in nearest)}? " if nearest else ""
     return f"{guess}The verbs are: {', '.join(verbs)}."
 
 
-def _near_option(option: str, verb: str, root: Any) -> str:
-    commands: Mapping[str, Any] = root.commands
-    options = _option_names(commands.get(verb, root))
+def _near_option(option: str, verb: str, command: Any, root: Any) -> str:
+    options = _option_names(command)
     if verb and option in _option_names(root):
         return f"{option} stands before the verb: pplan {option} {verb} ..."
     starts = [name for name in options if name.startswith(option)]
     matches = starts or difflib.get_close_matches(option, options, n=3, cutoff=0.6)
     if matches:
         return f"Did you mean {' or '.join(matches)}? See {f'pplan {verb}'.rstrip()} --help"
-    others = [name for name, command in commands.items() if option in _option_names(command)]
+    others = [name for name, other in list_verbs(root) if option in _option_names(other)]
     return f"It is an option of: {', '.join(f'pplan {name}' for name in others)}." if others else ""
 
 

@@ -1,7 +1,7 @@
-"""The verbs, with the examples of their help, and the options before them, as typer takes them.
+"""The verbs in one table, and the program as typer takes it.
 
 A verb's module is imported, and its options are made, when they are first asked for: the list of the verbs
-needs the table below alone.
+needs the table alone.
 """
 
 from __future__ import annotations
@@ -9,135 +9,192 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .field_names import ENTER_ALL
 
+
+class Entry(NamedTuple):
+    """A verb, or a group of them.
+
+    `summary`: the first line of its docstring. `panel`: its heading in the list of verbs; None hides it.
+    `status`: what its exit status may be besides those of all verbs. `is_group`: holds the verbs whose names
+    begin with its own; it runs a command itself if it has examples.
+    """
+
+    summary: str
+    examples: tuple[str, ...] = ()
+    panel: str | None = None
+    status: str = ""
+    is_group: bool = False
+
+
+MAIN, LOOK, TRUST, MACHINE = "The main job", "Look", "Trust", "Machine"
 VERBS = {
-    "demo": "Plan GPT-2 XL on eight A100, from costs to a report: no GPU, no download, some ten seconds.",
-    "profile": "Measure a model layer by layer, forward and backward, at several micro-batch sizes.",
-    "profile-links": (
-        "Measure the links between devices, started by torchrun, and write the file for solve --topology."
+    "demo": Entry(
+        "Plan GPT-2 XL on eight A100: no GPU, no download.",
+        ("pplan demo",),
+        MAIN,
     ),
-    "import": (
-        "Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer."
+    "profile": Entry(
+        "Measure a model layer by layer.",
+        (
+            "pplan profile vgg19",
+            "pplan profile my_package.models:make_model --device cuda:0 --micro-batch-sizes 1,2,4,8",
+            "pplan profile hf:gpt2 --device analytic:h100 --amp bf16",
+        ),
+        MAIN,
     ),
-    "solve": (
-        "Find the fastest plan for a model on N GPUs, measured or by its configuration, and how far it is "
-        "from\nthe best possible."
+    "import": Entry(
+        "Make a profile of costs that another tool measured.",
+        ("pplan import costs.csv", "pplan import graph.txt --model vgg16 -o vgg16.profile.json"),
+        MAIN,
     ),
-    "export": (
-        "Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."
+    "solve": Entry(
+        "Find the fastest plan, and how far it is from the best possible.",
+        (
+            "pplan solve --gpus 8",
+            "pplan solve vgg19.profile.json --gpus 16 --topology dgx-h100 --mini-batch 512 --optimizer adamw",
+            "pplan solve --gpus 4 --gpu a100-40gb --runtime torchgpipe --details",
+            "pplan solve config.json --gpus 64 --gpu h100",
+        ),
+        MAIN,
+        "3 no feasible plan",
     ),
-    "import-plan": (
-        "Make a plan of the partition that another tool holds: a balance or parts list, a Megatron "
-        "layout,\n"
-        "torchtitan's module names, a device_map, or what pplan export wrote."
+    "export": Entry(
+        "Write a plan for a training runtime, or a script that trains.",
+        ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
+        MAIN,
     ),
-    "replan": (
-        "Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."
+    "import-plan": Entry(
+        "Make a plan of the partition that another tool holds.",
+        ("pplan import-plan 12,34 --profile vgg19.profile.json --mini-batch 256",),
+        MAIN,
     ),
-    "show": "Show a profile or a plan in tables.",
-    "explain": (
-        "Explain a plan: what limits its step, what comes second, how far it holds, what changes would bring."
+    "replan": Entry(
+        "Plan again without the devices that are gone.",
+        ("pplan replan --lost 3", "pplan replan vgg19.plan.json --lost 3,7 --within 10%"),
+        MAIN,
+        "3 no feasible plan",
     ),
-    "check": (
-        "Run a plan for a few steps, in processes of this machine or torchrun's, and measure what was "
-        "predicted."
+    "show": Entry(
+        "Show a profile or a plan in tables.",
+        ("pplan show", "pplan show vgg19.profile.json --all"),
+        LOOK,
     ),
-    "compare": "Compare plans side by side: step, samples/s, bubble, memory, devices and gap.",
-    "simulate": (
-        "Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."
+    "explain": Entry(
+        "Explain a plan: its limits, the second best, what changes bring.",
+        ("pplan explain", "pplan explain --current 12,34"),
+        LOOK,
     ),
-    "report": (
-        "Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."
+    "compare": Entry(
+        "Compare plans side by side, or with those of other planners.",
+        ("pplan compare --planners", "pplan compare new.plan.json old.plan.json --fail-above 10%"),
+        LOOK,
+        "4 beyond --fail-above",
     ),
-    "verify": "Verify a plan file: its structure, its sums, and that it fits and runs.",
-    "schedules": (
-        "List the schedules: their bubble, memory and weights, what they need, what runs them, their "
-        "source; or\n"
-        "show one, pplan's or your own."
+    "report": Entry(
+        "Write a plan as one HTML page.",
+        ("pplan report", "pplan report vgg19.plan.json --explain -o vgg19.html"),
+        LOOK,
     ),
-    "topology": (
-        "Show devices, links and what transfers take, of a machine or a topology file; or list the machines."
+    "simulate": Entry(
+        "Simulate a step of a plan, or of given costs, under a schedule.",
+        (
+            "pplan simulate --schedule zb-h1 --micro-batches 32",
+            "pplan simulate --trace step.json --svg step.svg",
+            "pplan simulate --schedule 1f1b --stages 8 --micro-batches 32 --forward-ms 18.5 --backward-ms 37",
+        ),
+        LOOK,
     ),
-    "lint": (
-        "Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."
+    "schedules": Entry(
+        "List the schedules, or show one.",
+        ("pplan schedules", "pplan schedules show zb-h1"),
+        LOOK,
     ),
-    "profile-kernels": (
-        "Measure the products and attention of a transformer, and write the table for solve --kernels."
+    "check": Entry(
+        "Run a plan for a few steps, and measure what was predicted.",
+        ("pplan check", "pplan check vgg19.plan.json --emulate --fail-above 15%"),
+        TRUST,
+        "4 beyond --fail-above",
     ),
-    "doctor": (
-        "Tell versions, devices, links and runtimes of this machine, and what to install for what is missing."
+    "verify": Entry(
+        "Verify a plan file: its structure, its sums, and that it fits.",
+        ("pplan verify vgg19.plan.json",),
+        TRUST,
+        "4 something differs",
     ),
-    "schema": "Print the JSON Schema of a kind of file, for editors and other programs.",
-    "config": "Show the defaults of options that pplan.toml, or [tool.pplan] of pyproject.toml, sets here.",
+    "lint": Entry(
+        "Check a pipeline layout without running it.",
+        (
+            "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
+            "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
+            "pplan lint even --model config.json --pp 8 --virtual-stages 4",
+        ),
+        TRUST,
+        "4 the layout is not the model's, or does not fit",
+    ),
+    "machine": Entry(
+        "Show machines, look at this one, and measure it.",
+        panel=MACHINE,
+        is_group=True,
+    ),
+    "machine list": Entry(
+        "List the machines that --topology knows.",
+        ("pplan machine list",),
+        MACHINE,
+    ),
+    "machine show": Entry(
+        "Show devices, links and transfer times of a machine.",
+        ("pplan machine show dgx-a100", "pplan machine show dgx-a100 --gpus 8 --toml"),
+        MACHINE,
+    ),
+    "machine doctor": Entry(
+        "Tell what works on this computer, and what to install.",
+        ("pplan machine doctor",),
+        MACHINE,
+        "2 something that pplan needs is missing",
+    ),
+    "machine measure": Entry(
+        "Measure links and kernels for solve.",
+        panel=MACHINE,
+        is_group=True,
+    ),
+    "machine measure links": Entry(
+        "Measure the links between devices; writes links.toml for --topology.",
+        ("torchrun --nproc-per-node 4 --no-python pplan machine measure links",),
+        MACHINE,
+    ),
+    "machine measure kernels": Entry(
+        "Measure a transformer's kernels; writes kernels.csv for --kernels.",
+        ("pplan machine measure kernels config.json --device cuda:0",),
+        MACHINE,
+    ),
+    "schema": Entry(
+        "Print the JSON Schema of a kind of file.",
+        ("pplan schema", "pplan schema plan"),
+    ),
+    "config": Entry(
+        "Show the defaults of options that are set here.",
+        ("pplan config",),
+    ),
 }
-"""By name, the first paragraph of a verb's docstring: `xyz-links` is `xyz_links_command` of its module."""
-REMOVED = {"degrees": "solve"}
-"""Verbs of earlier versions, and those that do their work now."""
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "demo": ("pplan demo",),
-    "profile": (
-        "pplan profile vgg19",
-        "pplan profile my_package.models:make_model --device cuda:0 --micro-batch-sizes 1,2,4,8",
-        "pplan profile hf:gpt2 --device analytic:h100 --amp bf16",
-    ),
-    "profile-links": ("torchrun --nproc-per-node 4 --no-python pplan profile-links",),
-    "import": ("pplan import costs.csv", "pplan import graph.txt --model vgg16 -o vgg16.profile.json"),
-    "solve": (
-        "pplan solve --gpus 8",
-        "pplan solve vgg19.profile.json --gpus 16 --topology dgx-h100 --mini-batch 512 --optimizer adamw",
-        "pplan solve --gpus 4 --gpu a100-40gb --runtime torchgpipe --details",
-        "pplan solve config.json --gpus 64 --gpu h100",
-    ),
-    "export": ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
-    "import-plan": ("pplan import-plan 12,34 --profile vgg19.profile.json --mini-batch 256",),
-    "replan": ("pplan replan --lost 3", "pplan replan vgg19.plan.json --lost 3,7 --within 10%"),
-    "show": ("pplan show", "pplan show vgg19.profile.json --all"),
-    "explain": ("pplan explain", "pplan explain --current 12,34"),
-    "check": ("pplan check", "pplan check vgg19.plan.json --emulate --fail-above 15%"),
-    "compare": ("pplan compare --planners", "pplan compare new.plan.json old.plan.json --fail-above 10%"),
-    "simulate": (
-        "pplan simulate --schedule zb-h1 --micro-batches 32",
-        "pplan simulate --trace step.json --svg step.svg",
-        "pplan simulate --schedule 1f1b --stages 8 --micro-batches 32 --forward-ms 18.5 --backward-ms 37",
-    ),
-    "report": ("pplan report", "pplan report vgg19.plan.json --explain -o vgg19.html"),
-    "verify": ("pplan verify vgg19.plan.json",),
-    "schedules": ("pplan schedules", "pplan schedules show zb-h1"),
-    "topology": ("pplan topology", "pplan topology show dgx-a100"),
-    "lint": (
-        "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
-        "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
-        "pplan lint even --model config.json --pp 8 --virtual-stages 4",
-    ),
-    "profile-kernels": ("pplan profile-kernels config.json --device cuda:0",),
-    "doctor": ("pplan doctor",),
-    "schema": ("pplan schema", "pplan schema plan"),
-    "config": ("pplan config",),
-}
-_STATUSES = (
-    "Exit status: 0 done; 1 an internal error of pplan; 2 what you or the machine must change{more}; "
-    "130 interrupted."
+"""By name. The function of `machine list` is `machine_list_command` in the module of its group."""
+PROGRAM = Entry(
+    "Measure a PyTorch model layer by layer, and find the fastest pipeline plan for your GPUs.",
+    ("pplan profile vgg19", "pplan solve --gpus 8", "pplan export torchgpipe"),
 )
-_MORE = {
-    "solve": "; 3 no feasible plan",
-    "replan": "; 3 no feasible plan",
-    "check": "; 4 beyond --fail-above",
-    "compare": "; 4 beyond --fail-above",
-    "verify": "; 4 something differs",
-    "lint": "; 4 the layout is not the model's, or does not fit",
+REMOVED = {
+    "degrees": "pplan solve config.json --gpus N --gpu NAME",
+    "doctor": "pplan machine doctor",
+    "profile-kernels": "pplan machine measure kernels CONFIG",
+    "profile-links": "pplan machine measure links",
+    "topology": "pplan machine list, or pplan machine show NAME",
 }
-
-
-def help_footer(verb: str) -> str:
-    """The examples of a verb, each on a line of its own, and its exit statuses."""
-    examples = "\n\n".join(f"$ {example}" for example in EXAMPLES[verb])
-    return f"Examples:\n\n{examples}\n\n{_STATUSES.format(more=_MORE.get(verb, ''))}"
+"""Verbs of earlier versions, and the commands that do their work now."""
 
 
 def _process_value(parameter: Any, context: Any, value: Any) -> Any:
@@ -164,42 +221,62 @@ class _TakesText:
         return parameters
 
 
-class _Program(_TakesText, TyperGroup):
-    """The command before the verb."""
+class _MadeLate(_TakesText):
+    """A command whose `params`, `callback` and `help` are made when one of them is first asked for."""
 
-
-class Verb(_TakesText, TyperCommand):
-    """A verb: its `params`, `callback` and `help` are made when one of them is first asked for."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, short_help=_escape(VERBS[name]), epilog=help_footer(name))
-        del self.params, self.callback, self.help
+    def __init__(self, verb: str, **more: Any) -> None:
+        self.verb, self.entry = verb, VERBS[verb]
+        super().__init__(name=verb.rpartition(" ")[2], hidden=self.entry.panel is None, **more)  # type: ignore[call-arg]
+        if self.entry.examples:
+            del self.params, self.callback, self.help
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("params", "callback", "help"):
             raise AttributeError(name)
         from .option_parameters import make_command
 
-        command = make_command(str(self.name))
-        self.params, self.callback, self.help = command.params, command.callback, _escape(command.help or "")
+        command = make_command(self.verb, is_group=self.entry.is_group)
+        self.params, self.callback, self.help = command.params, command.callback, command.help
         return getattr(self, name)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from .help import write_help
 
-class TakesTrainerArguments(Verb):
-    """A verb whose argument may be the arguments of a trainer, in one word: `"--degree 4 --bf16"`."""
+        write_help(self, self.entry, ctx, formatter)
+
+
+class Verb(_MadeLate, TyperCommand):
+    """A verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words. A space before a trainer's arguments keeps them from being taken for an option."""
+        """Parse the words.
+
+        An argument may be the arguments of a trainer in one word, `"--degree 4 --bf16"`: a space before it
+        keeps it from being taken for an option.
+        """
         return super().parse_args(ctx, [f" {word}" if re.match(_TRAINER, word) else word for word in args])
+
+
+class Group(_MadeLate, TyperGroup):
+    """A verb that holds others."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(verb, commands=make_verbs(f"{verb} "), invoke_without_command=True)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; without any, a group that runs no command of its own prints its help."""
+        return super().parse_args(ctx, args or ([] if self.entry.examples else ["--help"]))
+
+
+def make_verbs(group: str = "") -> dict[str, Any]:
+    """Make the verbs of a group by their last words; `group`: its name with a space."""
+    names = [verb for verb in VERBS if verb.startswith(group) and " " not in verb.removeprefix(group)]
+    return {verb.removeprefix(group): (Group if VERBS[verb].is_group else Verb)(verb) for verb in names}
 
 
 _TRAINER = r"--[\w.-]+\s|--[\w.-]*(?:layout|module_fqns_per_model_part)="
 """An option with its value in one word. pplan has no option with such a name."""
-
-
-def _escape(text: str) -> str:
-    """Text without markup: typer would print no word in brackets."""
-    return text.replace("[", r"\[")
 
 
 @dataclass
@@ -221,17 +298,29 @@ def _print_version(version: bool) -> None:
         raise typer.Exit
 
 
+class _Program(_TakesText, TyperGroup):
+    """The command before the verb."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; without any it prints its help."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        from .help import write_help
+
+        write_help(self, PROGRAM, ctx, formatter)
+
+
 app = typer.Typer(
     name="pplan",
     cls=_Program,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
-    epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def options_before_the_verb(
     context: typer.Context,
     debug: Annotated[
@@ -242,23 +331,21 @@ def options_before_the_verb(
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Takes the options before the verb; without a verb it prints the help."""
+    """Measure a PyTorch model layer by layer, and find the fastest pipeline plan for your GPUs."""
     context.ensure_object(Session).debug = debug
-    if context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 root: Any = typer.main.get_command(app)
 """The command made of all the above."""
-root.commands |= {
-    verb: TakesTrainerArguments(verb) if verb == "import-plan" else Verb(verb) for verb in VERBS
-}
+root.commands |= make_verbs()
 
 
-def enter_all_fields() -> None:
+def enter_all_fields(group: Any = root) -> None:
     """Have the options of all verbs made, which enters their fields in `FIELDS`."""
-    for verb in root.commands.values():
+    for verb in group.commands.values():
         verb.params  # noqa: B018  made by being asked for
+        if isinstance(verb, Group):
+            enter_all_fields(verb)
 
 
 ENTER_ALL.append(enter_all_fields)

@@ -30,7 +30,7 @@ ProfileFile = Annotated[
 def verify_command(
     plan_file: PlanFile = None, profile_file: ProfileFile = None, as_json: AsJson = False
 ) -> None:
-    """Verify a plan file: its structure, its sums, and that it fits and runs."""
+    """Verify a plan file: its structure, its sums, and that it fits."""
     from ..api.verify import verify
     from .streams import console, remark, result
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pplan
 from pplan.cli.schema_command import DOCUMENTS, document_schema
-from pplan.cli.verbs import EXAMPLES, root
+from pplan.cli.usage import list_verbs
+from pplan.cli.verbs import root
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
@@ -57,9 +58,9 @@ def _link(match: re.Match[str], at_root: bool) -> str:
 def _commands() -> Iterator[str]:
     """Every verb with its options, examples and exit statuses, as its help says them."""
     yield "# Commands\n\nMade from the code; `pplan VERB --help` prints the same.\n"
-    for verb, command in root.commands.items():
+    for verb, command in list_verbs(root):
         yield f"## pplan {verb}\n\n{_sentence(command.help or '')}\n"
-        yield "```sh\n" + "\n".join(EXAMPLES[verb]) + "\n```\n"
+        yield "```sh\n" + "\n".join(command.entry.examples) + "\n```\n"
         yield "| option | value | |\n| --- | --- | --- |"
         for parameter in command.params:
             names = ", ".join(f"`{name}`" for name in parameter.opts)

@@ -76,13 +76,13 @@ def _listening(doing: str, timeout_seconds: float) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise MachineError(
-            "profile-links: the transfers do not fit in the GPU's memory",
+            "machine measure links: the transfers do not fit in the GPU's memory",
             "Give smaller ones, as in sizes=(1024, 1048576), or end what else uses the GPU.",
         ) from error
     except RuntimeError as error:  # gloo's are plain ones, the others derive from it
         first = re.sub(r"^\[\S*\] *", "", (str(error).splitlines() or [""])[0])  # gloo's line of C++
         raise MachineError(
-            f"profile-links: lost another process while {doing}: {first[:200]}",
+            f"machine measure links: lost another process while {doing}: {first[:200]}",
             f"It has failed, or did not answer within {timeout_seconds:g} s (`timeout_seconds`): see what it "
             "printed, and whether the machines reach one another.",
         ) from error
@@ -180,14 +180,14 @@ def _backend(everyone: Sequence[_Own]) -> str:
     if len(kinds) > 1:
         without = [rank for rank, one in enumerate(everyone) if one.device.type == "cpu"]
         raise MachineError(
-            f"profile-links: rank {without[0]} has no CUDA device, others have one",
+            f"machine measure links: rank {without[0]} has no CUDA device, others have one",
             "Start it on machines of one kind, or everywhere with CUDA_VISIBLE_DEVICES= for the processors.",
         )
     counts: dict[str, int] = {}
     for rank, one in enumerate(everyone):
         if one.identity in counts:
             raise MachineError(
-                f"profile-links: ranks {counts[one.identity]} and {rank} share one GPU ({one.name})",
+                f"machine measure links: ranks {counts[one.identity]} and {rank} share one GPU ({one.name})",
                 "Start as many processes on a machine as it has GPUs: torchrun --nproc-per-node gpu.",
             )
         counts[one.identity] = rank

@@ -1,4 +1,4 @@
-"""What `pplan profile-links` measured, the fitted links, and the topology file of them. Needs no torch."""
+"""Measured links, the lines fitted to them, and the topology file of them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _weighted(weights: Values, bytes: Values, measured: Values) -> Line | None:
     return (float(latency / scale[0]), float(per_byte / scale[1])) if per_byte > 0 else None
 
 
-# What `pplan profile-links` measured, and the topology file of it. Needs no torch.
+# Measured links, and the topology file of them. Needs no torch.
 
 LevelName = Literal["inside", "between"]
 LEVEL_TITLES: dict[LevelName, str] = {"inside": "inside a node", "between": "between nodes"}

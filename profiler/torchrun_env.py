@@ -29,7 +29,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def read_torchrun_env(
-    environment: Mapping[str, str], verb: str = "profile-links", at_least: int = 2
+    environment: Mapping[str, str], verb: str = "machine measure links", at_least: int = 2
 ) -> TorchrunEnv:
     """Reads the environment. Raises UsageError where torchrun did not start this process, or fewer than
     `at_least`."""

@@ -111,7 +111,7 @@ def _devices() -> Iterator[Finding]:
             subject="links",
             state="note",
             text=f"{text}; not measured",
-            advice="torchrun --nproc-per-node 2 --no-python pplan profile-links",
+            advice="torchrun --nproc-per-node 2 --no-python pplan machine measure links",
         )
     yield Finding(subject="backends", state="ok", text=", ".join(list_backends()) or "none")
 

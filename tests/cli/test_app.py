@@ -53,7 +53,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    verbs = "profile profile-links import solve export import-plan show simulate verify schedules topology"
+    verbs = "profile import solve export import-plan show simulate verify schedules machine"
     for verb in verbs.split():
         assert verb in ran.out
 
@@ -70,8 +70,8 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "--gpus --gpus-per-node --gpu --memory --bandwidth --latency --topology --runtime --mini-batch "
             "--micro-batches --schedule --recompute --optimizer --output --force --json",
         ),
-        ("profile-kernels", "--device --dtype --sequence --tp --ep --cp --repeats --output --force"),
-        ("profile-links", "--sizes --repeats --timeout --output --force --json"),
+        ("machine measure kernels", "--device --dtype --sequence --tp --ep --cp --repeats --output --force"),
+        ("machine measure links", "--sizes --repeats --timeout --output --force --json"),
         (
             "import",
             "--format --model --micro-batch-size --granularity --dtype --output --force --json",
@@ -91,11 +91,11 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "--svg --force --json --actions",
         ),
         ("schedules", "--json"),
-        ("topology", "--gpus --toml --json"),
+        ("machine show", "--gpus --toml --json"),
     ],
 )
 def test_help_of_a_verb_names_every_option(run: Run, verb: str, options: str) -> None:
-    ran = run(verb, "--help")
+    ran = run(*verb.split(), "--help")
     assert ran.status == 0
     for option in options.split():
         assert f"{option} " in ran.out
@@ -149,13 +149,17 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (["solv"], "no such verb: solv", "Did you mean solve"),
+        (["solv"], "no such verb: solv", "Did you mean pplan solve or pplan show?"),
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: demo, profile, profile-links, import, solve, export, import-plan, replan, show, "
-            "explain, check, compare, simulate, report, verify, schedules, topology, lint, "
-            "profile-kernels, doctor, schema, config.",
+            "The verbs are: demo, profile, import, solve, export, import-plan, replan, show, explain, "
+            "compare, report, simulate, schedules, check, verify, lint, machine.",
+        ),
+        (
+            ["topology"],
+            "topology is another command now",
+            "Use: pplan machine list, or pplan machine show NAME",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),
@@ -163,7 +167,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan lint.",
+            "It is an option of: pplan solve, pplan import-plan, pplan lint, pplan machine show.",
         ),
         (
             ["solve", "missing.json"],

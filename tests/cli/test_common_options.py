@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pplan.cli.verbs import EXAMPLES, VERBS, root
+from pplan.cli.usage import list_verbs
+from pplan.cli.verbs import VERBS, root
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -44,24 +45,36 @@ def test_verbose_tells_versions_and_time(run: Run) -> None:
 
 
 def test_the_list_of_verbs_says_what_their_docstrings_say() -> None:
-    for verb, summary in VERBS.items():
-        docstring = root.commands[verb].help
-        assert summary == docstring.replace("\\[", "[").split("\n\n")[0]
+    assert {verb for verb, _ in list_verbs(root)} == set(VERBS)
+    for verb, command in list_verbs(root):
+        if not command.entry.is_group:
+            assert VERBS[verb].summary == command.help.split("\n\n")[0], verb
+
+
+@pytest.mark.parametrize("group", [(), ("machine",), ("machine", "measure")])
+def test_the_list_of_verbs_has_a_line_for_each(run: Run, group: tuple[str, ...]) -> None:
+    lines = run(*group, "--help").out.splitlines()
+    prefix = " ".join([*group, ""]) if group else ""
+    for verb, entry in VERBS.items():
+        name = verb.removeprefix(prefix)
+        if verb.startswith(prefix) and " " not in name and entry.panel is not None:
+            assert [line for line in lines if line.split() == [name, *entry.summary.split()]], verb
 
 
 @pytest.mark.slow
 def test_every_verb_has_examples_that_parse_and_its_statuses(run: Run) -> None:
-    assert set(EXAMPLES) == set(VERBS)
-    for verb, examples in EXAMPLES.items():
-        text = " ".join(run(verb, "--help").out.split())
+    for verb, command in list_verbs(root):
+        text = " ".join(run(*verb.split(), "--help").out.split())
         assert "Exit status: 0 done;" in text
-        for example in examples:
+        assert command.entry.examples or command.entry.is_group
+        for example in command.entry.examples:
             assert f"$ {example}" in text
             words = shlex.split(example)
             words = words[words.index("pplan") + 1 :]
-            assert words[0] == verb
+            count = len(verb.split())
+            assert words[:count] == verb.split()
             # Raises for an option or an argument that the verb has not.
-            root.commands[verb].make_context(verb, words[1:], resilient_parsing=False)
+            command.make_context(verb, words[count:], resilient_parsing=False)
 
 
 def test_names_that_people_type_are_options(run: Run, here: Path, profile: Profile) -> None:

@@ -34,7 +34,7 @@ def test_a_files_defaults_count_where_nothing_is_typed(run: Run, saved: Path) ->
     ran = run("config", "--json")
     assert json.loads(ran.out)["defaults"] == {"solve": {"gpus": 4}}
     assert run("config").out.splitlines()[1] == "  pplan solve --gpus 4"
-    assert run("topology").status == 0
+    assert run("machine", "list").status == 0
 
 
 def test_without_a_file_there_are_none(run: Run) -> None:

@@ -104,7 +104,7 @@ def _diagnosis() -> Diagnosis:
         ("pplan", "ok", "0.2.0, Python 3.11.7", ""),
         ("torch", "missing", "not installed: nothing can be profiled or checked", "pip install torch"),
         ("GPU", "optional", missing, "pplan profile MODEL --device analytic:h100"),
-        ("links", "note", "GPUs 0 and 1 go through the host; not measured", "pplan profile-links"),
+        ("links", "note", "GPUs 0 and 1 go through the host; not measured", "pplan machine measure links"),
         (
             "transformers",
             "optional",

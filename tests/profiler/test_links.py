@@ -34,7 +34,7 @@ def process(forked: ForkedPython, folder: Path, code: str, rank: int, port: int,
     return forked(
         folder.with_name(f"{folder.name}.{rank}"),
         folder,
-        *("-c", code, "profile-links", *QUICK, *options),
+        *("-c", code, "machine", "measure", "links", *QUICK, *options),
         RANK=str(rank),
         WORLD_SIZE="2",
         LOCAL_RANK=str(rank),
@@ -52,7 +52,7 @@ def torchrun(forked: ForkedPython, folder: Path, node: int, processes: int, port
         folder.with_name(f"{folder.name}.{node}"),
         folder,
         *("-m", "torch.distributed.run", "--no-python", *meeting, f"--nproc-per-node={processes}"),
-        *(sys.executable, "-c", PPLAN, "profile-links", *QUICK),
+        *(sys.executable, "-c", PPLAN, "machine", "measure", "links", *QUICK),
         PPLAN_DEBUG="0",
     )
 
@@ -109,7 +109,7 @@ def test_a_process_that_never_comes(forked_python: ForkedPython, tmp_path: Path)
     ((status, out, err),) = ended(process(forked_python, tmp_path, PPLAN, 0, 0, "--timeout", "2s"))
     assert (status, out) == (2, "")
     ours = err[err.index("pplan: ") :].splitlines()
-    assert ours[0].startswith("pplan: profile-links: lost another process while meeting the others")
+    assert ours[0].startswith("pplan: machine measure links: lost another process while meeting the others")
     assert "within 2 s" in ours[1]
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
@@ -126,7 +126,7 @@ def test_a_process_that_is_gone(
     )
     assert second[0] == 7
     assert (first[0], first[1]) == (2, "")
-    assert first[2].count("pplan: profile-links: lost another process while measuring") == 1
+    assert first[2].count("pplan: machine measure links: lost another process while measuring") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -51,4 +51,4 @@ def test_in_options_and_the_environment() -> None:
         parse_device(f"cuda:{LONG}")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     with pytest.raises(PplanError, match="not a whole number"):
-        read_torchrun_env(dict.fromkeys(names, LONG), "profile-links", 2)
+        read_torchrun_env(dict.fromkeys(names, LONG), "machine measure links", 2)

@@ -1,4 +1,4 @@
-"""The tables of `pplan topology`: the machines; or the devices, levels, times and sources of one topology."""
+"""The tables of `pplan machine`: the machines; or the devices, levels, times and sources of one topology."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import Column, line, number, print_table, text, word
 
 def print_machines(console: Console) -> None:
     """Prints the machines that `--topology` knows."""
-    line(console, "Machines for --topology and pplan topology show", style="bold")
+    line(console, "Machines for --topology and pplan machine show", style="bold")
     columns: list[Column[Machine]] = [
         word("name", lambda machine: machine.name),
         text("machine", lambda machine: machine.title, drop=1),

@@ -1,4 +1,4 @@
-"""`pplan profile-links` around the measuring: who prints and writes, and what is refused before."""
+"""`pplan machine measure links` around the measuring: who prints and writes, and what is refused before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[dict[str, A
 
 def test_the_first_process_prints_and_writes(run: Run, here: Path, as_rank: Callable[..., Any]) -> None:
     calls = as_rank(0)
-    ran = run("profile-links", "--sizes", "1MiB,1KiB", "--repeats", "5", "--timeout", "2m")
+    ran = run("machine", "measure", "links", "--sizes", "1MiB,1KiB", "--repeats", "5", "--timeout", "2m")
     assert ran.status == 0
     assert calls[0]["sizes"] == (1024, 2**20)
     assert (calls[0]["repeats"], calls[0]["timeout_seconds"]) == (5, 120.0)
@@ -66,7 +66,7 @@ def test_the_first_process_prints_and_writes(run: Run, here: Path, as_rank: Call
 
 def test_solve_reads_it(run: Run, here: Path, as_rank: Callable[..., Any], profile: Profile) -> None:
     as_rank(0)
-    assert run("profile-links").status == 0
+    assert run("machine", "measure", "links").status == 0
     profile.save(here / "toy.profile.json", force=False)
     ran = run("solve", "--topology", "links.toml", "--details")
     assert ran.status == 0
@@ -75,7 +75,7 @@ def test_solve_reads_it(run: Run, here: Path, as_rank: Callable[..., Any], profi
 
 def test_the_others_are_silent(run: Run, here: Path, as_rank: Callable[..., Any]) -> None:
     assert len(as_rank(1)) == 0
-    ran = run("profile-links")
+    ran = run("machine", "measure", "links")
     assert (ran.status, ran.out, ran.err) == (0, "", "")
     assert not list(here.iterdir())
 
@@ -90,18 +90,19 @@ def test_one_process_tells_an_error(
         raise MachineError("it is gone", "Look.")
 
     monkeypatch.setattr("pplan.profiler.links.measure_links", fail)
-    ran = run("profile-links")
+    ran = run("machine", "measure", "links")
     assert ran.status == 2
     assert ran.lines == (["pplan: it is gone", "  Look."] if rank == 0 else [])
 
 
 def test_without_torchrun(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    ran = run("profile-links")
+    ran = run("machine", "measure", "links")
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines == [
-        "pplan: profile-links: torchrun did not start this process (RANK is not set)",
-        "  Start one process for each device: torchrun --no-python --nproc-per-node 2 pplan profile-links",
+        "pplan: machine measure links: torchrun did not start this process (RANK is not set)",
+        "  Start one process for each device: torchrun --no-python --nproc-per-node 2 "
+        "pplan machine measure links",
     ]
 
 
@@ -119,7 +120,7 @@ def test_what_is_refused_before_measuring(
     run: Run, as_rank: Callable[..., Any], arguments: list[str], what: str
 ) -> None:
     calls = as_rank(0)
-    ran = run("profile-links", *arguments)
+    ran = run("machine", "measure", "links", *arguments)
     assert ran.status == 2
     assert ran.lines[0].startswith(f"pplan: {what}")
     assert len(ran.lines) == 2
@@ -129,7 +130,7 @@ def test_what_is_refused_before_measuring(
 def test_a_named_file_is_replaced_with_force_only(run: Run, here: Path, as_rank: Callable[..., Any]) -> None:
     as_rank(0)
     (here / "own.toml").write_text("gpus = 7\n")
-    assert run("profile-links", "-o", "own.toml").status == 2
+    assert run("machine", "measure", "links", "-o", "own.toml").status == 2
     assert load_topology(here / "own.toml").gpus == 7
-    assert run("profile-links", "-o", "own.toml", "--force").status == 0
+    assert run("machine", "measure", "links", "-o", "own.toml", "--force").status == 0
     assert load_topology(here / "own.toml").gpus == 2

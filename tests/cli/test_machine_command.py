@@ -1,4 +1,4 @@
-"""`pplan topology`: what it lists and shows, its JSON and TOML, and what it refuses."""
+"""`pplan machine list` and `show`: what it lists and shows, its JSON and TOML, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.topology_tables import print_machines, print_topology
+from pplan.cli.machine_tables import print_machines, print_topology
+from pplan.cli.usage import list_verbs
+from pplan.cli.verbs import root
 from pplan.cost_models.collectives import all_reduce_seconds_by_algorithm
 from pplan.cost_models.machines import MACHINES
 from pplan.cost_models.topology_file import described_topology
@@ -59,19 +61,28 @@ def test_tables(tmp_path: Path, golden: Golden, width: int, file: str, terminal:
     golden(file, console.text + tables)
 
 
-@pytest.mark.parametrize("arguments", [(), ("list",), ("show",)])
-def test_without_a_name_it_lists_the_machines(run: Run, arguments: tuple[str, ...]) -> None:
-    ran = run("topology", *arguments)
+def test_it_lists_the_machines(run: Run) -> None:
+    ran = run("machine", "list")
     assert (ran.status, ran.err) == (0, "")
     assert all(name in ran.out for name in MACHINES)
-    listed = json.loads(run("topology", *arguments, "--json").out)
+    listed = json.loads(run("machine", "list", "--json").out)
     assert [machine["name"] for machine in listed] == list(MACHINES)
     assert listed[0]["inside"]["bandwidth"]["value"] == 300e9
     assert "https://" in listed[0]["inside"]["bandwidth"]["source"]
 
 
+@pytest.mark.parametrize("group", ["machine", "machine measure"])
+def test_a_group_alone_prints_its_help(run: Run, group: str) -> None:
+    ran = run(*group.split())
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out == run(*group.split(), "--help").out
+    for verb, _ in list_verbs(root):
+        if verb.rpartition(" ")[0] == group:
+            assert f"\n  {verb.split()[-1]} " in ran.out
+
+
 def test_show_a_machine(run: Run) -> None:
-    ran = run("topology", "show", "dgx-a100")
+    ran = run("machine", "show", "dgx-a100")
     assert (ran.status, ran.lines) == (0, ["Two machines, 16 GPUs; --gpus N shows another number"])
     assert ran.out.startswith(
         "NVIDIA DGX A100 640GB\n16 x A100-80GB (79.15 GiB), 8 a node; NVLink 3 300 GB/s"
@@ -81,15 +92,15 @@ def test_show_a_machine(run: Run) -> None:
     assert "network    60.0 µs  40.0 ms" in ran.out
     assert "Latency of network: assumption: " in ran.out
     assert "Bandwidth of network: NVIDIA DGX A100" in ran.out
-    four = run("topology", "show", "dgx-a100", "--gpus", "4")
+    four = run("machine", "show", "dgx-a100", "--gpus", "4")
     assert "4 x A100-80GB (79.15 GiB) in one node" in four.out
     assert four.err == ""
-    assert "All-reduces" not in run("topology", "show", "dgx-a100", "--gpus", "1").out
+    assert "All-reduces" not in run("machine", "show", "dgx-a100", "--gpus", "1").out
 
 
 def test_json_holds_the_same(run: Run, here: Path) -> None:
     (here / "mixed.toml").write_text(MIXED)
-    shown = json.loads(run("topology", "show", "mixed.toml", "--json").out)
+    shown = json.loads(run("machine", "show", "mixed.toml", "--json").out)
     topology = described_topology(here / "mixed.toml")
     assert (shown["title"], shown["gpus"], shown["gpus_per_node"]) == ("mixed.toml", 4, 2)
     assert [(d["name"], d["number"], d["profile"]) for d in shown["devices"]] == [
@@ -116,31 +127,31 @@ def test_json_holds_the_same(run: Run, here: Path) -> None:
 
 
 def test_toml_is_a_file_for_solve(run: Run, here: Path) -> None:
-    printed = run("topology", "show", "p4d.24xlarge", "--toml").out
+    printed = run("machine", "show", "p4d.24xlarge", "--toml").out
     assert printed.startswith("# Amazon EC2 p4d.24xlarge\n")
     (here / "mine.toml").write_text(printed)
     assert described_topology(here / "mine.toml") == described_topology(Path("p4d.24xlarge"))
-    assert run("topology", "show", "mine.toml", "--toml").out.startswith("# mine.toml\n")
+    assert run("machine", "show", "mine.toml", "--toml").out.startswith("# mine.toml\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        ("shw", "topology shw: is not one of show, list", "Did you mean pplan topology show?"),
-        ("dgx-a100", "topology dgx-a100: is not one of show, list", "pplan topology show dgx-a100"),
-        ("list dgx-a100", "topology list dgx-a100: the list takes no name", "pplan topology show dgx-a100"),
+        ("shw", "no such verb: machine shw", "Did you mean pplan machine show?"),
+        ("measure link", "no such verb: machine measure link", "Did you mean pplan machine measure links?"),
+        ("list dgx-a100", "machine list: got unexpected extra argument", "pplan machine list --help"),
+        ("show", "machine show: missing argument", "pplan machine show NAME|FILE.toml"),
         ("show dgx-a10", "topology dgx-a10: no such file, and no machine", "Did you mean dgx-a100?"),
         ("show h100", "topology h100: is a GPU, not a machine", "--gpu h100"),
         ("show none.toml", "none.toml: no such topology file", "existing"),
         ("show dgx-a100 --gpus 0", "--gpus 0: must be at least 1", "--gpus 8"),
-        ("show dgx-a100 --json --toml", "topology: both --toml and --json", "one of them"),
-        ("--toml", "topology --toml: of which?", "pplan topology show dgx-a100 --toml"),
-        ("list --gpus 8", "topology --gpus 8: of which?", "pplan topology show dgx-a100 --gpus 8"),
-        ("show dgx-a100 --gpu 8", "topology: no such option: --gpu", "--gpus"),
+        ("show dgx-a100 --json --toml", "machine show: both --toml and --json", "one of them"),
+        ("list --gpus 8", "machine list: no such option: --gpus", "It is an option of: pplan solve"),
+        ("show dgx-a100 --gpu 8", "machine show: no such option: --gpu", "--gpus"),
     ],
 )
 def test_refusals_are_two_lines(run: Run, arguments: str, what: str, hint: str) -> None:
-    ran = run("topology", *arguments.split())
+    ran = run("machine", *arguments.split())
     assert ran.status == 2
     assert bool(ran.out) == ("--json" in arguments)
     first, second = ran.lines
@@ -150,12 +161,12 @@ def test_refusals_are_two_lines(run: Run, arguments: str, what: str, hint: str) 
 
 def test_control_characters_of_a_file_do_not_steer_the_terminal(run: Run, here: Path) -> None:
     (here / "evil.toml").write_text('[[device]]\nname = "a\\u001b[31m"\n')
-    ran = run("topology", "show", "evil.toml")
+    ran = run("machine", "show", "evil.toml")
     assert ran.status == 0
     assert r"a\x1b[31m" in ran.out
     assert "\x1b" not in ran.out
-    assert "\x1b" not in run("topology", "show", "evil.toml", "--toml").out
-    assert "\x1b" not in run("topology", "show", "evil.toml", "--json").out
+    assert "\x1b" not in run("machine", "show", "evil.toml", "--toml").out
+    assert "\x1b" not in run("machine", "show", "evil.toml", "--json").out
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`pplan profile-kernels`: the file it writes, and how it refuses."""
+"""`pplan machine measure kernels`: the file it writes, and how it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_a_table_for_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config.write_text(json.dumps(MODEL))
     sizes = ["--sequence", "64", "--tp", "1,2"]
     arguments = [
-        "profile-kernels",
+        "machine",
+        "measure",
+        "kernels",
         str(config),
         *sizes,
         "--device",
@@ -45,7 +47,7 @@ def test_a_table_for_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any("its kernels may be another device's" in note for note in answer["notes"])
     assert main(arguments) == 2
     assert "--force" in capsys.readouterr().err
-    assert main([*arguments[:2], *sizes, "--tp", "3", "--device", "cpu", "-o", str(tmp_path / "x.csv")]) == 2
+    assert main([*arguments[:4], *sizes, "--tp", "3", "--device", "cpu", "-o", str(tmp_path / "x.csv")]) == 2
     assert "tensor=3" in capsys.readouterr().err
 
 
@@ -56,7 +58,7 @@ def test_the_table_under_its_own_name_is_read(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(MODEL))
     sizes = ["--sequence", "64", "--micro-batch-size", "1"]
-    measure = ["profile-kernels", "config.json", *sizes, "--device", "cpu", "--repeats", "1"]
+    measure = ["machine", "measure", "kernels", "config.json", *sizes, "--device", "cpu", "--repeats", "1"]
     assert main(measure) == main(measure) == 0
     capsys.readouterr()
     options = ["--gpus", "1", "--gpu", "h100", "--mini-batch", "1", *sizes, "--kernels", "kernels.csv"]

@@ -1,4 +1,4 @@
-"""`pplan profile-links`: measures the links between the devices of torchrun's processes."""
+"""`pplan machine measure`: the links between devices, and a transformer's products and attention on one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 
 from ..cost_models.errors import PplanError, UsageError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds, percent
-from ..profiler.profile_options import LinkOptions
+from ..profiler.profile_options import KernelOptions, LinkOptions
 from .output import Force, choose_target
-from .streams import console, remark, result
+from .streams import console, counting, remark, result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,18 +27,26 @@ LinksFile = Annotated[
     typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: links.toml."),
 ]
 LinksAsJson = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON, not tables.")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The config.json of a transformer.", show_default=False)
+]
+KernelsFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: kernels.csv."),
+]
 
 
-def profile_links_command(
+def machine_measure_links_command(
     *,
     options: LinkOptions,
     output: LinksFile = None,
     force: Force = False,
     as_json: LinksAsJson = False,
 ) -> None:
-    """Measure the links between devices, started by torchrun, and write the file for solve --topology.
+    """Measure the links between devices; writes links.toml for --topology.
 
-    torchrun --no-python --nproc-per-node 2 pplan profile-links
+    torchrun starts a process for each device: torchrun --no-python --nproc-per-node 2 pplan machine measure
+    links
     """
     from ..profiler.torchrun_env import read_torchrun_env
 
@@ -63,7 +71,7 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
 
     measured = measure_links(process, **vars(options))
     if not measured.levels:  # fits them: raises UsageError where the sizes show no bandwidth
-        raise UsageError("profile-links: no pair was measured", "Start two or more processes.")
+        raise UsageError("machine measure links: no pair was measured", "Start two or more processes.")
     return measured
 
 
@@ -138,3 +146,38 @@ def _print_all_reduce(links: MeasuredLinks, console: Console) -> None:
     ]
     seconds = zip(links.sizes, links.all_reduce_seconds, links.predicted_all_reduce(), strict=True)
     print_table(console, columns, list(seconds), title="All-reduce over all devices")
+
+
+def machine_measure_kernels_command(
+    config: Config, *, options: KernelOptions, output: KernelsFile = None, force: Force = False
+) -> None:
+    """Measure a transformer's kernels; writes kernels.csv for --kernels.
+
+    They are the products and the attention that one device computes with the given degrees.
+    """
+    from ..cost_models.transformer.configuration import load_transformer_shape
+    from ..cost_models.transformer.kernel_table import TERA
+    from .table import line
+
+    shape = load_transformer_shape(config)
+    if shape.note:
+        remark(f"Note: {shape.note}")
+    target = choose_target(output, "kernels.csv", force=force)
+    target.check(config)
+    from ..profiler.kernels import measure_kernels
+
+    with counting("Measuring kernels") as count:
+        table = measure_kernels(shape, options, count)
+    target.write_text(table.to_csv())
+    total = sum(table.seconds.values())
+    flops = sum(kernel.flops for kernel in table.seconds)
+    fastest = max(kernel.flops / seconds for kernel, seconds in table.seconds.items())
+    line(
+        console(),
+        f"{len(table.seconds)} kernels of {shape.name} in {table.dtype} on {table.device}: "
+        f"{format_seconds(total)} together, {flops / total / TERA:.4g} TFLOP/s, the fastest "
+        f"{fastest / TERA:.4g} TFLOP/s.",
+    )
+    if table.peak is None:
+        remark("Note: the device's peak is not known: efficiencies are of the fastest kernel")
+    remark(f"Wrote {target.path}")
