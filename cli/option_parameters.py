@@ -108,6 +108,7 @@ def with_options(command: Command, **common: Any) -> Command:
         else:
             parameters[name] = _parameter(name, parameter.default, hints[name])
     plain = parameters.keys() & hints.keys() - models.keys()
+    unread = {name for name in models if "Typed[" in str(hints[name])}
     parameters |= {name: _parameter(name, False, Annotated[bool, own]) for name, own in common.items()}
 
     @functools.wraps(command)
@@ -122,7 +123,7 @@ def with_options(command: Command, **common: Any) -> Command:
             values: dict[str, Any] = {name: _read(hints[name], typed[name]) for name in plain}
             for name, (model, fields) in models.items():
                 of_model = Typed(model, fields, typed, stated)
-                values[name] = of_model if get_origin(hints[name]) is Typed else of_model.read()
+                values[name] = of_model if name in unread else of_model.read()
             command(**values)
 
     run.__dict__["__signature__"] = inspect.Signature(list(parameters.values()))
@@ -147,7 +148,8 @@ def _read(hint: Any, typed: Any) -> Any:
 
 def _find_model(hint: Any) -> tuple[type[Options], dict[str, Option]] | None:
     """The model that an annotation names, with its fields that have an option; None of another annotation."""
-    model, *limits = get_args(hint) if get_origin(hint) in (Annotated, Typed) else (hint,)
+    model, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    model = get_args(model)[0] if get_origin(model) is Typed else model
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
     fields = {name: option for name, option in list_declarations(model).items() if option.help}

@@ -49,8 +49,12 @@ VERBS = {
         MAIN,
     ),
     "import": Entry(
-        "Make a profile of costs that another tool measured.",
-        ("pplan import costs.csv", "pplan import graph.txt --model vgg16 -o vgg16.profile.json"),
+        "Make a profile of another tool's costs, or a plan of its partition.",
+        (
+            "pplan import costs.csv",
+            "pplan import graph.txt --model vgg16 -o vgg16.profile.json",
+            "pplan import 12,34 --profile vgg19.profile.json --mini-batch 256",
+        ),
         MAIN,
     ),
     "solve": Entry(
@@ -67,11 +71,6 @@ VERBS = {
     "export": Entry(
         "Write a plan for a training runtime, or a script that trains.",
         ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
-        MAIN,
-    ),
-    "import-plan": Entry(
-        "Make a plan of the partition that another tool holds.",
-        ("pplan import-plan 12,34 --profile vgg19.profile.json --mini-batch 256",),
         MAIN,
     ),
     "replan": Entry(
@@ -190,6 +189,7 @@ PROGRAM = Entry(
 REMOVED = {
     "degrees": "pplan solve config.json --gpus N --gpu NAME",
     "doctor": "pplan machine doctor",
+    "import-plan": "pplan import PARTITION",
     "profile-kernels": "pplan machine measure kernels CONFIG",
     "profile-links": "pplan machine measure links",
     "topology": "pplan machine list, or pplan machine show NAME",

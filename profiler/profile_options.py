@@ -279,6 +279,9 @@ FORMATS = ("pipedream", "csv", "json")
 GRANULARITIES = ("block", "fine")
 
 
+_COSTS = "The costs"
+
+
 @options_class
 class ProfileImportOptions(Options):
     """What a file of costs does not say; None: as is usual for its format.
@@ -292,9 +295,10 @@ class ProfileImportOptions(Options):
         "Format of the file; default: detected from its content.",
         "|".join(FORMATS),
         words=FORMATS,
+        panel=_COSTS,
     )
     model: str | None = option(
-        None, arguments.optional_word, "The model's name; default: the file's.", "NAME"
+        None, arguments.optional_word, "The model's name; default: the file's.", "NAME", panel=_COSTS
     )
     micro_batch_size: int | None = option(
         None,
@@ -303,6 +307,7 @@ class ProfileImportOptions(Options):
         "table.",
         "N",
         least=1,
+        panel=_COSTS,
     )
     granularity: Literal["block", "fine"] | str | None = option(
         None,
@@ -310,6 +315,7 @@ class ProfileImportOptions(Options):
         "Layers of a graph: what lies between all places that one tensor crosses, or each operation.",
         "|".join(GRANULARITIES),
         words=GRANULARITIES,
+        panel=_COSTS,
     )
     tensor_parallel: int = option(
         1,
@@ -320,7 +326,11 @@ class ProfileImportOptions(Options):
         least=1,
     )
     dtype: str = option(
-        "float32", arguments.word, "Or float16, bfloat16, float64: of the weights.", "float32"
+        "float32",
+        arguments.word,
+        "Or float16, bfloat16, float64: of the weights.",
+        "float32",
+        panel=_COSTS,
     )
 
     def check(self) -> None:

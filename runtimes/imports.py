@@ -478,6 +478,18 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
     return _from_json(content, names, where)
 
 
+def looks_like_partition(text: str) -> bool:
+    """Return whether a text has the form of one of the formats that `read_partition` reads."""
+    try:
+        _load_json(text)
+    except RecursionError:
+        return True
+    except ValueError:
+        whole = _LIST.fullmatch(text.strip()) or _LAYOUT.fullmatch(text)
+        return bool(whole or _TRAINER.search(text) or _BALANCE.search(text))
+    return True
+
+
 def _load_json(text: str) -> Any:
     """The value of a JSON text, or of a list or dict as Python prints it. Raises ValueError."""
     try:

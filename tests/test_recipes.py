@@ -91,7 +91,7 @@ solve --gpus 2 --mini-batch 8 --planner toy-planner --runtime toy -o cut.plan.js
 verify cut.plan.json
 solve --gpus 2 --mini-batch 8 -o best.plan.json
 export toy cut.plan.json --device cpu
-import-plan costs.toy.json --profile costs.profile.json -o read.plan.json
+import costs.toy.json --profile costs.profile.json -o read.plan.json
 """
 
 

@@ -54,7 +54,7 @@ def readers(file: str) -> list[Command]:
     if file in PLANS:
         return _of_plan(file)
     if file in EXPORTS or file in PARTITIONS:
-        own = ["import-plan", file, "--profile", PLAIN]
+        own = ["import", file, "--profile", PLAIN]
         return [
             [*own, "-o", "made.plan.json"],
             [*own, *MACHINE, "--json", "-o", "made.plan.json"],
@@ -70,7 +70,7 @@ def readers(file: str) -> list[Command]:
             ["topology", "show", file, "--gpus", "8"],
             solve,
             ["simulate", OTHER, "--topology", file, "--json"],
-            ["import-plan", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],
+            ["import", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],
         ]
     if file in CONFIGS:
         own = ["solve", file, "--gpu", "h100", "-o", "made.plan.json"]
@@ -164,8 +164,8 @@ def _of_profile(file: str) -> list[Command]:
         [*solve, "--gpus", "4", "--planner", "pipedream"],
         [*solve, "--gpus", "4", "--planner", "alpa"],
         [*solve, "--sweep", "gpus=1..4", "--csv", "made.csv", "--jobs", "1"],
-        ["import-plan", "3,4", "--profile", file, "-o", "made.plan.json"],
-        ["import-plan", "Et*2|t*2L", "--profile", file, *MACHINE, "-o", "made.plan.json"],
+        ["import", "3,4", "--profile", file, "-o", "made.plan.json"],
+        ["import", "Et*2|t*2L", "--profile", file, *MACHINE, "-o", "made.plan.json"],
         *(command for plan in (OTHER, "tied.plan.json") for command in _of_both(plan, file)),
     ]
 
@@ -205,7 +205,7 @@ def _of_plan(file: str) -> list[Command]:
         *(["export", name, file, "-o", f"made.{name}.json"] for name in RUNTIMES),
         ["export", "torch", file, "--script", "made.py", "-o", "made.json"],
         ["export", "megatron", file, "--script", "made.sh", "-o", "made.json"],
-        ["import-plan", file, "--profile", PLAIN, "-o", "made.plan.json"],
+        ["import", file, "--profile", PLAIN, "-o", "made.plan.json"],
     ]
 
 
@@ -264,10 +264,9 @@ GOOD: dict[str, tuple[str, ...]] = {
 }
 """Values of options and arguments, by the form that their help shows."""
 VERBS = (
-    "import",
     "solve",
     "export",
-    "import-plan",
+    "import",
     "show",
     "explain",
     "compare",

@@ -146,7 +146,7 @@ def _write(folder: Path) -> None:
     for name, of in SOLVED.items():
         _run("solve", of, *MACHINE, "--time-limit", "2s", "-o", name)
     for name, (of, partition, more) in IMPORTED.items():
-        _run("import-plan", partition, "--profile", of, *MACHINE, *more, "-o", name)
+        _run("import", partition, "--profile", of, *MACHINE, *more, "-o", name)
     _run(
         "solve", PLAIN, *MACHINE, "--frontier", "--points", "3", "--time-limit", "2s", "-o", "front.plan.json"
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..cost_models import arguments
 from ..cost_models.arguments import Converted, arguments_class, list_declarations, options_from, takes
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import FileError, UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
@@ -18,9 +18,11 @@ from ..planner.build_plan import plan_partition
 from ..planner.candidate import FIRST_LAYERS
 from ..planner.plan_file import Partition, Plan, ProfileReference
 from ..planner.plan_options import PlanOptions, TrainingOptions, seconds_option
+from ..profiler.importing.importer import COST_FORMATS, looks_like_costs
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
-from ..runtimes.imports import read_partition, with_virtual_stages
+from ..runtimes.imports import looks_like_partition, read_partition, with_virtual_stages
+from ..runtimes.trainer_options import FORMATS
 from .degree_profiles import one_degree
 from .partition_options import PartitionOptions
 from .provenance import made_by
@@ -115,7 +117,28 @@ def _on_known_devices(read: Partition, usable: int) -> Partition:
     return replace(read, devices=None).with_notes(note)
 
 
-def _content(source: str | Path) -> tuple[str, str]:
+def is_costs(source: str) -> bool:
+    """Return whether a source holds costs of layers, for `import_profile`, or a partition.
+
+    Args:
+        source: The name of a file, or a partition itself.
+
+    Raises:
+        FileError: The file cannot be read, or holds neither.
+    """
+    text, where = _content(source, "costs or partition")
+    if looks_like_costs(text):
+        return True
+    if not looks_like_partition(text):
+        what = "holds no costs and no partition that pplan knows" if text.strip() else "is empty"
+        raise FileError(
+            f"{where}: {what}",
+            f"Costs are {COST_FORMATS}. A partition is {FORMATS}.",
+        )
+    return False
+
+
+def _content(source: str | Path, kind: str = "partition") -> tuple[str, str]:
     """The text, and what errors call it. A text that names no file is a partition where it looks like one."""
     if source == "":
         raise UsageError(
@@ -123,7 +146,7 @@ def _content(source: str | Path) -> tuple[str, str]:
             'Give the layers of each stage, as in "12,34", or a file.',
         )
     if isinstance(source, Path) or _is_file(source) or not re.search(r"[|,\[{\s]|^\d+$", source):
-        return read_text(Path(source), "partition"), str(source)
+        return read_text(Path(source), kind), str(source)
     text = " ".join(source.split())
     return source, f"{text[:40]}…" if len(text) > 40 else text
 

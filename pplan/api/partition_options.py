@@ -8,9 +8,11 @@ from ..cost_models import arguments
 from ..cost_models.arguments import Options, option, options_class
 from ..cost_models.schedule_text import optional_schedule
 
+_PANEL = "The partition"
+
 
 def _number(form: str, help: str) -> Any:
-    return option(None, arguments.optional_whole, help, form, least=1)
+    return option(None, arguments.optional_whole, help, form, least=1, panel=_PANEL)
 
 
 @options_class
@@ -25,6 +27,7 @@ class PartitionOptions(Options):
         optional_schedule,
         "Where the partition does not say it; default: the faster of 1f1b and gpipe.",
         "NAME|FILE",
+        panel=_PANEL,
     )
     virtual_stages: int | None = _number("V", "Stages on each device.")
     replicas: int | None = _number("R", "Devices that share every stage.")
@@ -34,4 +37,5 @@ class PartitionOptions(Options):
         "Where the partition does not say it; default: if out of memory.",
         "never|always|except-last|auto",
         words=("never", "always", "except-last", "auto"),
+        panel=_PANEL,
     )

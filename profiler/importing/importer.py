@@ -29,6 +29,22 @@ TABLE_SAMPLES = 1
 """Of a table that does not say: then a sample stands for whatever was measured."""
 
 
+COST_FORMATS = (
+    "a PipeDream graph, or CSV or JSON with name, forward_seconds, backward_seconds, activation_bytes, "
+    "parameter_bytes"
+)
+
+
+def looks_like_costs(text: str) -> bool:
+    """Return whether a text has the form of a file of costs, or of a profile."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return is_graph(text) or looks_like_csv(text)
+    rows = content.get("layers") if isinstance(content, dict) else content
+    return isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
+
+
 def import_profile(path: Path, options: ProfileImportOptions) -> Profile:
     """The profile of the file at `path`, without `made_by`.
 
@@ -70,8 +86,7 @@ def _recognised(text: str, path: Path) -> Format:
         return "csv"
     raise FileError(
         f"{path}: line 1: {text.strip().splitlines()[0][:80]!r} begins no format that is known",
-        "A PipeDream graph, or CSV or JSON with name, forward_seconds, backward_seconds, activation_bytes, "
-        "parameter_bytes. `format` names it.",
+        f"Write {COST_FORMATS}. `format` names the format.",
     )
 
 

@@ -53,7 +53,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    verbs = "profile import solve export import-plan show simulate verify schedules machine"
+    verbs = "profile import solve export show simulate verify schedules machine"
     for verb in verbs.split():
         assert verb in ran.out
 
@@ -74,15 +74,11 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
         ("machine measure links", "--sizes --repeats --timeout --output --force --json"),
         (
             "import",
-            "--format --model --micro-batch-size --granularity --dtype --output --force --json",
+            "--format --model --micro-batch-size --granularity --dtype --tp --output --force --json "
+            "--profile --gpus --gpus-per-node --gpu --memory --bandwidth --latency --topology --runtime "
+            "--mini-batch --micro-batches --schedule --virtual-stages --replicas --recompute --optimizer",
         ),
         ("export", "--device --output --force --json"),
-        (
-            "import-plan",
-            "--profile --gpus --gpus-per-node --gpu --memory --bandwidth --latency --topology --runtime "
-            "--mini-batch --micro-batches --schedule --virtual-stages --replicas --recompute --optimizer "
-            "--output --force --json",
-        ),
         ("show", "--json"),
         (
             "simulate",
@@ -153,7 +149,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: demo, profile, import, solve, export, import-plan, replan, show, explain, "
+            "The verbs are: demo, profile, import, solve, export, replan, show, explain, "
             "compare, report, simulate, schedules, check, verify, lint, machine.",
         ),
         (
@@ -167,7 +163,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan lint, pplan machine show.",
+            "It is an option of: pplan import, pplan solve, pplan lint, pplan machine show.",
         ),
         (
             ["solve", "missing.json"],

@@ -102,20 +102,27 @@ def test_tables_from_python(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (("none.txt",), "none.txt: no such costs file", "Name an existing"),
+        (("none.txt",), "none.txt: no such costs or partition file", "Name an existing"),
         (("bad.csv",), "bad.csv: line 3: forward_ms is 'x', not a number", "Write it as"),
         (("bad.csv", "--format", "xml"), "--format xml: is not one of pipedream, csv, json", "Give one of"),
+        (("junk.txt",), "junk.txt: holds no costs and no partition that pplan knows", "a balance list"),
+        (("empty.csv",), "empty.csv: is empty", "Costs are a PipeDream graph"),
+        (("bad.csv", "--gpus", "2"), "--gpus: bad.csv holds costs, which takes no such option", "Omit it"),
+        (("bad.csv", "--replicas", "2"), "--replicas: bad.csv holds costs", "Omit it"),
+        (("bad.csv", "--tp", "1,2"), "--tp 1,2: costs are those of one number of devices", "--tp 2"),
         (("bad.csv", "--micro-batch-size", "0"), "--micro-batch-size 0: must be at least 1", "For example"),
         (
             ("bad.csv", "--granularity", "fin"),
             "--granularity fin: is not one of block, fine",
             "Did you mean fine?",
         ),
-        ((), "import: missing argument 'FILE'", "pplan import FILE"),
+        ((), "import: missing argument 'FILE|PARTITION'", "pplan import FILE"),
     ],
 )
 def test_refusals(run: Run, here: Path, arguments: tuple[str, ...], what: str, hint: str) -> None:
     (here / "bad.csv").write_text(f"{HEADER}\na,1,2,10,4\nb,x,2,10,4\n")
+    (here / "junk.txt").write_text("Dear reader,\n")
+    (here / "empty.csv").write_text("")
     ran = run("import", *arguments)
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines[0].startswith(f"pplan: {what}")

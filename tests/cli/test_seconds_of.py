@@ -118,10 +118,10 @@ def test_an_export_to_cuda_of_a_processors_plan_is_refused(of_a_processor: Profi
 def test_stages_of_one_process_share_its_cores(run: Run) -> None:
     """torchrun gives each process of the others one thread unasked."""
     training = ("--mini-batch", "8", "--schedule", "gpipe")
-    run("import-plan", "6,6", "--gpus", "2", *training, "-o", "two.plan.json")
+    run("import", "6,6", "--gpus", "2", *training, "-o", "two.plan.json")
     told = {name: run("export", name, "two.plan.json").err for name in ("torchgpipe", "fairscale", "torch")}
     told["gpus"] = run("export", "torchgpipe", "two.plan.json", "--force", "--device", "cuda").err
-    run("import-plan", "12", "--gpus", "1", *training, "-o", "one.plan.json")
+    run("import", "12", "--gpus", "1", *training, "-o", "one.plan.json")
     told["one"] = run("export", "torchgpipe", "one.plan.json", "--force").err
     assert {name for name, text in told.items() if "run it with OMP_NUM_THREADS=1" in text} == {
         *("torchgpipe", "fairscale")

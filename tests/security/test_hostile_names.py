@@ -125,7 +125,7 @@ def outputs(folder: Path, content: dict[str, Any], cut: str) -> Iterator[Output]
     (folder / PLAIN).write_text(json.dumps(content), encoding="utf-8")
     given = ["--profile", PLAIN, *MACHINE]
     plans = {"1f1b": "flat.plan.json", "gpipe": "gpipe.plan.json", "naive": "naive.plan.json"}
-    made = [["import-plan", cut, *given, "--schedule", way, "-o", plan] for way, plan in plans.items()]
+    made = [["import", cut, *given, "--schedule", way, "-o", plan] for way, plan in plans.items()]
     made += [["show", PLAIN], ["show", "flat.plan.json"]]
     made += [["simulate", "flat.plan.json", "--trace", "made.trace.json", "--svg", "made.svg"]]
     sweep = ["--sweep", "gpus=1", "--csv", "made.csv", "--jobs", "1", "--time-limit", "1s"]

@@ -1,4 +1,4 @@
-"""`pplan import-plan`: other tools' partitions as plans, which the other verbs take."""
+"""`pplan import`: other tools' partitions as plans, which the other verbs take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MACHINE = ("--memory", "1GiB", "--bandwidth", "10GB/s", "--latency", "5us")
 
 
 def imported(run: Run, *arguments: str) -> dict[str, Any]:
-    ran = run("import-plan", *arguments, *MACHINE, "--json")
+    ran = run("import", *arguments, *MACHINE, "--json")
     assert ran.status == 0, ran.err
     plan = json.loads(ran.out)
     assert isinstance(plan, dict)
@@ -116,7 +116,7 @@ def test_a_trainers_arguments_in_one_word(
 @pytest.mark.parametrize("words", [("--mini-bach", "16"), ("--mini-bach=16",)])
 def test_an_unknown_option_is_no_partition(run: Run, decoder_file: Path, words: tuple[str, ...]) -> None:
     assert decoder_file.is_file()
-    ran = run("import-plan", *words, "4,5", *MACHINE)
+    ran = run("import", *words, "4,5", *MACHINE)
     assert ran.status == 2
     assert "no such option: --mini-bach" in ran.err
     assert "Did you mean --mini-batch" in ran.err
@@ -147,7 +147,8 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
     ("arguments", "what", "hint"),
     [
         (("",), "is no partition, and no file", "12,34"),
-        (("nothing.txt",), "nothing.txt: no such partition file", ""),
+        (("nothing.txt",), "nothing.txt: no such costs or partition file", ""),
+        (("4,5", "--granularity", "fine"), "--granularity: 4,5 is a partition", "Omit it"),
         (("4,4",), "4,4: the balance adds up to 8 layers, the profile has 9", "--profile FILE"),
         (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 devices", "--gpus 2"),
         (("4,5", "--replicas", "0"), "--replicas 0: must be at least 1", ""),
@@ -158,7 +159,7 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
 )
 def test_refusals(run: Run, decoder_file: Path, arguments: tuple[str, ...], what: str, hint: str) -> None:
     assert decoder_file.is_file()
-    ran = run("import-plan", *arguments, *MACHINE)
+    ran = run("import", *arguments, *MACHINE)
     assert (ran.status, ran.out) == (2, "")
     assert what in ran.err
     assert hint in ran.err
@@ -241,7 +242,7 @@ def test_too_few_gpus_for_layers_that_two_share(run: Run, here: Path) -> None:
     rows = "".join(f"layers.{n},1,2,3,4\n" for n in range(4))
     (here / "costs.csv").write_text(f"{names}\n{rows}")
     assert run("import", "costs.csv", "--tp", "2", "-o", "costs.profile.json").status == 0
-    asked = ("import-plan", "2,2", "--profile", "costs.profile.json", "--gpus")
+    asked = ("import", "2,2", "--profile", "costs.profile.json", "--gpus")
     ran = run(*asked, "2", *MACHINE)
     assert "--gpus 2: the partition takes 2 devices, which 2 GPUs share each" in ran.err
     assert "--gpus 4" in ran.err
