@@ -13,6 +13,7 @@ from ..cost_models.machines import DeviceOptions
 from ..planner.plan_options import Overrides
 from .field_names import FIELDS, typed_text
 from .output import AsJson, ProfileFile, choose_input
+from .streams import console, result
 
 PlanFile = Annotated[
     Path | None,
@@ -27,6 +28,16 @@ TraceFile = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON), which Perfetto opens."),
 ]
 SvgFile = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the timeline as SVG.")]
+List = Annotated[
+    bool,
+    typer.Option("--list", help="List the schedules, or show that of --schedule, without plan or costs."),
+]
+AsText = Annotated[
+    bool,
+    typer.Option(
+        "--text", help="With --list --schedule NAME: its actions as text, to start your own FILE from."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing FILE of --trace or --svg.")]
 Actions = Annotated[
     bool,
@@ -48,20 +59,44 @@ def simulate_command(
     force: Force = False,
     as_json: AsJson = False,
     actions: Actions = False,
+    list_them: List = False,
+    as_text: AsText = False,
 ) -> None:
     """Simulate a step of a plan, or of given costs, under a schedule.
 
     It prints the timeline, and where the time goes.
     """
+    if list_them or as_text:
+        _refuse_with(
+            "--list" if list_them else "--text",
+            {
+                "PLAN": plan_file,
+                "--trace": trace,
+                "--svg": svg,
+                "--actions": actions or None,
+                **{FIELDS[name]: typed_text(name) for name in vars(costs) | vars(machine) if name in FIELDS},
+                **{FIELDS[name]: typed_text(name) for name in ("replicas", "transfers")},
+            },
+            "The schedules are shown without a plan and costs: omit it.",
+        )
+        _show_schedules(overrides, as_text=as_text, as_json=as_json)
+        return
     from .simulate_tables import Pictures, show
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")
     pictures = Pictures(trace, svg, force)
     if costs != CostOptions():
-        _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file})
         names = [name for name in ("replicas", *vars(machine)) if name in FIELDS]
-        _refuse_with_costs({FIELDS[name]: typed_text(name) for name in names})
+        _refuse_with(
+            "costs",
+            {
+                "PLAN": plan_file,
+                "--profile": profile_file,
+                **{FIELDS[name]: typed_text(name) for name in names},
+            },
+            "Costs such as --forward-ms stand for themselves: omit one of the two.",
+        )
         pictures.check()
         from ..api.simulate import read_stage_costs, simulate_stages
 
@@ -86,10 +121,40 @@ def _plan_file(path: Path | None) -> Path:
         raise FileError(error.what, f"{error.hint}; {costs}") from error
 
 
-def _refuse_with_costs(others: dict[str, Any]) -> None:
+def _refuse_with(what: str, others: dict[str, Any], hint: str) -> None:
     for name, value in others.items():
         if value is not None:
+            raise UsageError(f"simulate: both {name}{'' if value is True else f' {value}'} and {what}", hint)
+
+
+def _show_schedules(size: Overrides, *, as_text: bool, as_json: bool) -> None:
+    """Print all schedules, or the one that is named."""
+    from .schedule_tables import make_program, print_schedule, print_schedules, schedule_text, schedules_json
+
+    if size.schedule is None:
+        for name in ("stages", "micro_batches", "virtual_stages"):
+            if (text := typed_text(name)) is not None:
+                raise UsageError(
+                    f"simulate --list: both {FIELDS[name]} {text} and all schedules",
+                    f"Name one: pplan simulate --list --schedule zb-h1 {FIELDS[name]} {text}",
+                )
+        if as_text:
             raise UsageError(
-                f"simulate: both {name} {value} and costs",
-                "Costs such as --forward-ms stand for themselves: omit one of the two.",
+                "simulate --text: of which schedule?",
+                "Name it: pplan simulate --list --schedule zb-h1 --text",
             )
+        if as_json:
+            result(schedules_json())
+        else:
+            print_schedules(console())
+        return
+    if as_json:
+        raise UsageError("simulate --list --schedule: with --json", "Use --text, or give costs.")
+    from ..cost_models.schedules import find_schedule
+
+    schedule = find_schedule(size.schedule)
+    program = make_program(schedule, size.stages, size.micro_batches, size.virtual_stages)
+    if as_text:
+        result(schedule_text(schedule, program))
+    else:
+        print_schedule(schedule, program, console())

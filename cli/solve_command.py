@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..api.replan_options import ReplanOptions
 from ..api.solve_options import FrontierOptions, SweepOptions
 from ..cost_models.errors import ExportError, UsageError
 from ..cost_models.machines import MachineOptions
@@ -36,12 +37,21 @@ ProfileFiles = Annotated[
     typer.Argument(
         metavar="[PROFILE]...",
         help="A profile, or one for each number of devices that share layers (--tp); default: newest here. "
-        "Or a transformer's config.json, or hf: and its name in transformers.",
+        "Or a transformer's config.json, or hf: and its name in transformers. With --lost: a plan.",
         show_default=False,
     ),
 ]
 
 
+PlanProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="Of the plan that lost devices, where it is not beside it.",
+        rich_help_panel="After a loss",
+    ),
+]
 WithFrontier = Annotated[
     bool,
     typer.Option(
@@ -63,6 +73,8 @@ def solve_command(
     grid: GridOptions,
     sweep_options: SweepOptions,
     degree_options: Typed[DegreeOptions],
+    loss: ReplanOptions,
+    profile_file: PlanProfile = None,
     output: Output = None,
     force: Force = False,
     details: Details = False,
@@ -70,13 +82,24 @@ def solve_command(
 ) -> None:
     """Find the fastest plan, and how far it is from the best possible.
 
-    The model is a profile, or the configuration of a transformer.
+    The model is a profile, or the configuration of a transformer. With --lost it is a plan, whose devices
+    are gone in part: of the fast plans for the others, the one that moves the fewest weights.
     """
 
     _check_owners(
         ("--frontier", frontier, ["points"]),
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
+        ("--lost 3", bool(loss.lost), ["within"]),
     )
+    typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
+    if loss.lost:
+        from .lost_devices import solve_without
+
+        more = {"frontier"} if frontier else set()
+        solve_without(loss, profile_files, profile_file, typed | more, output, force=force, as_json=as_json)
+        return
+    if profile_file is not None:
+        raise UsageError(f"--profile {profile_file}: is of --lost", "Name the profile without --profile.")
     if not profile_files:
         typed_options.read()  # what it refuses needs no profile
     files: Sequence[Path | None] = profile_files or [None]
@@ -88,7 +111,6 @@ def solve_command(
     from ..api.machine import count_gpus
     from ..api.solve import MODELS, refuse_options, solve, watching_best
 
-    typed = {*TYPED.get({}), *typed_options.names, *degree_options.names}
     source = read_source(str(paths[0]))
     if isinstance(source, Configuration):
         from ..api.degrees import solve_configuration

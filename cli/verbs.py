@@ -64,6 +64,7 @@ VERBS = {
             "pplan solve vgg19.profile.json --gpus 16 --topology dgx-h100 --mini-batch 512 --optimizer adamw",
             "pplan solve --gpus 4 --gpu a100-40gb --runtime torchgpipe --details",
             "pplan solve config.json --gpus 64 --gpu h100",
+            "pplan solve vgg19.plan.json --lost 3,7",
         ),
         MAIN,
         "3 no feasible plan",
@@ -72,12 +73,6 @@ VERBS = {
         "Write a plan for a training runtime, or a script that trains.",
         ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
         MAIN,
-    ),
-    "replan": Entry(
-        "Plan again without the devices that are gone.",
-        ("pplan replan --lost 3", "pplan replan vgg19.plan.json --lost 3,7 --within 10%"),
-        MAIN,
-        "3 no feasible plan",
     ),
     "show": Entry(
         "Show a profile or a plan in tables.",
@@ -106,12 +101,8 @@ VERBS = {
             "pplan simulate --schedule zb-h1 --micro-batches 32",
             "pplan simulate --trace step.json --svg step.svg",
             "pplan simulate --schedule 1f1b --stages 8 --micro-batches 32 --forward-ms 18.5 --backward-ms 37",
+            "pplan simulate --list",
         ),
-        LOOK,
-    ),
-    "schedules": Entry(
-        "List the schedules, or show one.",
-        ("pplan schedules", "pplan schedules show zb-h1"),
         LOOK,
     ),
     "check": Entry(
@@ -192,6 +183,8 @@ REMOVED = {
     "import-plan": "pplan import PARTITION",
     "profile-kernels": "pplan machine measure kernels CONFIG",
     "profile-links": "pplan machine measure links",
+    "replan": "pplan solve PLAN --lost N",
+    "schedules": "pplan simulate --list, or pplan simulate --list --schedule NAME",
     "topology": "pplan machine list, or pplan machine show NAME",
 }
 """Verbs of earlier versions, and the commands that do their work now."""

@@ -134,9 +134,9 @@ class TrainingOptions(Options):
         "auto",
         schedule_word,
         "1f1b|gpipe|...|FILE|any|auto",
-        "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
-        "any: the best of all; synthesized: of those and an order made for the plan; auto: of what the "
-        "runtime runs, or of gpipe and 1f1b.",
+        "Order of each stage's forwards and backwards: a name of pplan simulate --list, your own in "
+        "FILE.schedule; any: the best of all; synthesized: of those and an order made for the plan; auto: of "
+        "what the runtime runs, or of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",
@@ -351,8 +351,8 @@ class StepOptions(Options):
     schedule: str | None = option(
         None,
         optional_schedule,
-        "Another schedule than the plan's: a name of pplan schedules, or your own in FILE.schedule; the cuts "
-        "stay where it has as many stages.",
+        "Another schedule than the plan's: a name of pplan simulate --list, or your own in FILE.schedule; "
+        "the cuts stay where it has as many stages.",
         "NAME|FILE",
     )
     stages: int | None = _number("N", "Devices of the pipeline; for a plan it cuts the layers anew.")

@@ -102,9 +102,9 @@ def readers(file: str) -> list[Command]:
         ]
     if file == SCHEDULE:
         return [
-            ["schedules", "show", file],
-            ["schedules", "show", file, "--text", "--stages", "3", "--micro-batches", "5"],
-            ["schedules", "show", file, "--virtual-stages", "2"],
+            ["simulate", "--list", "--schedule", file],
+            ["simulate", "--list", "--schedule", file, "--text", "--stages", "3", "--micro-batches", "5"],
+            ["simulate", "--list", "--schedule", file, "--virtual-stages", "2"],
             ["simulate", OTHER, "--schedule", file, "--json", "--actions"],
             ["simulate", "--schedule", file, "--stages", "2", "--micro-batches", "6"],
             ["solve", PLAIN, *MACHINE, *QUICK, "--schedule", file, "-o", "made.plan.json"],
@@ -115,7 +115,7 @@ def readers(file: str) -> list[Command]:
             ["config", "--json"],
             ["solve", PLAIN, "--gpus", "2", *QUICK, "-o", "made.plan.json"],
             ["lint", "EttL", "--model", "config.json"],
-            ["schedules", "show", "gpipe"],
+            ["simulate", "--list", "--schedule", "gpipe"],
         ]
     if file in (CHECK, FRONTIER):
         option = "--check" if file == CHECK else "--frontier"
@@ -275,7 +275,6 @@ VERBS = (
     "machine list",
     "machine show",
     "report",
-    "schedules",
     "config",
     "schema",
     "machine doctor",

@@ -153,7 +153,7 @@ def _write(folder: Path) -> None:
     Path("front.frontier.json").rename(FRONTIER)
     Path("front.plan.json").unlink(missing_ok=True)
     (folder / DEFAULTS_FILE).write_text(DEFAULTS)
-    (folder / SCHEDULE).write_text(_run("schedules", "show", "1f1b", "--text"))
+    (folder / SCHEDULE).write_text(_run("simulate", "--list", "--schedule", "1f1b", "--text"))
     for name, file in zip(RUNTIMES, EXPORTS, strict=True):
         _run("export", name, f"{_RUN_BY.get(name, '1f1b')}.plan.json", "-o", file)
 

@@ -28,21 +28,31 @@ def _read_share(text: str, name: str) -> float:
         raise UsageError(f"{name} {text}: is not a share of the step", f"Write {name} 5%, say.") from None
 
 
+_PANEL = "After a loss"
+
+
 @options_class
 class ReplanOptions(Options):
     """`lost`: ranks of the devices that are gone. `within`: of plans whose step is longer than the fastest
     one's by at most this share, the one that moves the fewest bytes."""
 
     lost: Converted[Sequence[int], tuple[int, ...]] = option(
-        (), _ranks, "Ranks of the devices that are gone.", "N,N,...", read=_read_ranks
+        (),
+        _ranks,
+        "Ranks of the devices of a plan that are gone: plans again without them.",
+        "N,N,...",
+        read=_read_ranks,
+        panel=_PANEL,
     )
     within: float = option(
         0.05,
         arguments.number,
-        "Of plans at most so much slower than the fastest, the one that moves the fewest bytes of weights.",
+        "With `lost`: of plans at most so much slower than the fastest, the one that moves the fewest bytes "
+        "of weights.",
         "5%",
         read=_read_share,
         default_text="5%",
+        panel=_PANEL,
     )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    verbs = "profile import solve export show simulate verify schedules machine"
+    verbs = "profile import solve export show simulate verify machine"
     for verb in verbs.split():
         assert verb in ran.out
 
@@ -84,9 +84,8 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "simulate",
             "--schedule --stages --micro-batches --virtual-stages --forward-ms --backward-ms --weight-ms "
             "--transfer-ms --profile --gpus-per-node --gpu --memory --bandwidth --latency --topology --trace "
-            "--svg --force --json --actions",
+            "--svg --force --json --actions --list --text",
         ),
-        ("schedules", "--json"),
         ("machine show", "--gpus --toml --json"),
     ],
 )
@@ -120,10 +119,16 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        (["solve", "--help"], {"solve_options", "degree_options", "objective", "plan_options"}),
+        (
+            ["solve", "--help"],
+            {"solve_options", "degree_options", "objective", "plan_options", "replan_options"},
+        ),
         (["check", "--help"], {"check_options"}),
         (["explain", "--curent", "3,4"], {"explain_options"}),
-        (["solve", "none.profile.json"], {"solve_options", "degree_options", "objective", "plan_options"}),
+        (
+            ["solve", "none.profile.json"],
+            {"solve_options", "degree_options", "objective", "plan_options", "replan_options"},
+        ),
         (["profile", "vgg91"], {"profile_options"}),
     ],
 )
@@ -149,8 +154,8 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: demo, profile, import, solve, export, replan, show, explain, "
-            "compare, report, simulate, schedules, check, verify, lint, machine.",
+            "The verbs are: demo, profile, import, solve, export, show, explain, "
+            "compare, report, simulate, check, verify, lint, machine.",
         ),
         (
             ["topology"],
@@ -171,7 +176,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
             "Name an existing profile file.",
         ),
         (
-            ["replan", "missing.json"],
+            ["solve", "--lost", "1", "missing.json"],
             "missing.json: no such plan file",
             "Name an existing plan file.",
         ),
@@ -320,7 +325,7 @@ COSTS = "--schedule zb-v --stages 2 --micro-batches 4 --forward-ms 1 --backward-
         ["show"],
         ["show", "--json"],
         ["export", "torchgpipe"],
-        ["schedules"],
+        ["simulate", "--list"],
         ["simulate", *COSTS.split()],
     ],
 )

@@ -340,7 +340,9 @@ def test_a_case_to_hold_out_is_needed(
     run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job]
 ) -> None:
     """A V of stages in an order of the user's, which holds for one number of micro-batches, has none."""
-    text = run("schedules", "show", "zb-v", "--stages", "2", "--micro-batches", "8", "--text").out
+    text = run(
+        "simulate", "--list", "--schedule", "zb-v", "--stages", "2", "--micro-batches", "8", "--text"
+    ).out
     (here / "mine.schedule").write_text(text, encoding="utf-8")
     (here / "toy.calibration.json").write_text("earlier")
     planned("2,2,3,5", schedule=str(here / "mine.schedule"), virtual_stages=2)

@@ -80,7 +80,7 @@ def test_file_names_that_are_not_utf8_are_read_written_and_printed(
     for verb in ("show", "explain", "simulate", "report", "verify"):
         assert run(verb, plan).status == 0
     assert "layer" in run("explain", plan).out
-    assert run("replan", plan, "--lost", "1").status == 0
+    assert run("solve", plan, "--lost", "1").status == 0
     assert run("export", "torchgpipe", plan, "-o", f"{LOST_BYTE}.json").status == 0
     missing = run("show", f"none{LOST_BYTE}.json")
     assert (missing.status, r"none\udcff.json" in missing.err) == (2, True)

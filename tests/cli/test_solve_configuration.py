@@ -240,7 +240,7 @@ def test_all_verbs_print_the_same_seconds_and_bytes(
     assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
     assert format_seconds(step) in (tmp_path / "page.html").read_text()
     capsys.readouterr()
-    for verb in (["explain"], ["check"], ["simulate"], ["replan", "--lost", "1"], ["compare", "--planners"]):
+    for verb in (["explain"], ["check"], ["simulate"], ["solve", "--lost", "1"], ["compare", "--planners"]):
         assert main([verb[0], str(file), *verb[1:]]) == 2
         what, hint = capsys.readouterr().err.splitlines()
         assert "is from a configuration" in what

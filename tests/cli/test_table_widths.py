@@ -49,14 +49,14 @@ TABLES = {
     "compare": ("compare toy.plan.json --planners", "plan step"),
     "explain": ("explain toy.plan.json --current 4,4,4", "where step change what"),
     "simulate": ("simulate toy.plan.json", "stage compute imbalance"),
-    "replan": ("replan toy.plan.json --lost 1 --within 20%", "stage devices layers"),
+    "replan": ("solve toy.plan.json --lost 1 --within 20%", "stage devices layers"),
     "degrees": (f"solve {DEGREES.removeprefix('--model ')} --details", "degrees step"),
     "lint": (f"lint Et*2|t*2|t*2|t*2L {DEGREES}", "rank layout memory"),
-    "schedules": ("schedules", "name bubble paper"),
-    "topology": ("topology", "name GPUs"),
+    "schedules": ("simulate --list", "name bubble paper"),
+    "topology": ("machine list", "name GPUs"),
     "check": ("check toy.plan.json", "stage devices predicted measured error alone"),
-    "doctor": ("doctor", "what found"),
-    "topology_show": ("topology show dgx-h100 --gpus 16", "bandwidth latency"),
+    "doctor": ("machine doctor", "what found"),
+    "topology_show": ("machine show dgx-h100 --gpus 16", "bandwidth latency"),
 }
 """Of each table its command, and the headings that every width shows."""
 LONG = (
@@ -153,7 +153,7 @@ def test_tables(name: str, files: Path, run: Run, golden: Golden, monkeypatch: p
     printed: dict[int, str] = {}
     for width in (60, 80, 120, 200):
         monkeypatch.setenv("COLUMNS", str(width))
-        ran = run(*words.split(), *(["--force"] if words.startswith(("solve", "replan")) else []))
+        ran = run(*words.split(), *(["--force"] if words.startswith("solve") else []))
         assert ran.status in ((0, 4) if name != "doctor" else (2,)), ran.err
         printed[width] = ran.out.replace(str(files), "HERE")
         _check_table(printed[width], headings.split(), width)
@@ -162,7 +162,7 @@ def test_tables(name: str, files: Path, run: Run, golden: Golden, monkeypatch: p
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown = run(*words.split(), *(["--force"] if words.startswith(("solve", "replan")) else [])).out
+    shown = run(*words.split(), *(["--force"] if words.startswith("solve") else [])).out
     assert not re.search(r"\x1b\[(?:\d;)*(?:3|4|9)\d", shown)
     assert re.sub(r"\x1b\[[\d;]*m", "", shown).split() == printed[200].split()
 

@@ -157,6 +157,8 @@ COMMANDS: dict[str, list[list[str]]] = {
     "solve": [
         ["solve", PROFILE, "--gpus", "2", "--time-limit", "2s", "--force"],
         ["solve", PROFILE, "--gpus", "2", "--topology", "hostile.toml", "--json"],
+        ["solve", PLAN, "--lost", "1", "--force"],
+        ["solve", PLAN, "--lost", "0", "--json"],
     ],
     "export": [
         *BUILDS[2:],
@@ -176,18 +178,18 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["import", "2,2", "--profile", PROFILE, "--json"],
     ],
     "show": [["show", PROFILE], ["show", PLAN], ["show", PLAN, "--json"], ["show", "hostile.txt"]],
-    "replan": [["replan", PLAN, "--lost", "1", "--force"], ["replan", PLAN, "--lost", "0", "--json"]],
     "explain": [["explain", PLAN], ["explain", PLAN, "--json"]],
     "check": [*BUILDS[:2], ["check", PLAN, "--calibration", PROFILE]],
     "compare": [["compare", PLAN], ["compare", PLAN, PLAN, "--json"]],
-    "simulate": [["simulate", PLAN], ["simulate", PLAN, "--schedule", "gpipe", "--json"]],
-    "verify": [["verify", PLAN], ["verify", PLAN, PROFILE, "--json"], ["verify", PROFILE, PLAN]],
-    "lint": [["lint", "EtL", "--model", PLAN], ["lint", "EtL", "--model", PROFILE, "--json"]],
-    "schedules": [
-        ["schedules", "show", "hostile.schedule"],
+    "simulate": [
+        ["simulate", PLAN],
+        ["simulate", PLAN, "--schedule", "gpipe", "--json"],
+        ["simulate", "--list", "--schedule", "hostile.schedule"],
         ["simulate", PLAN, "--schedule", "hostile.schedule"],
         ["solve", PROFILE, "--gpus", "2", "--schedule", "hostile.schedule", "--json"],
     ],
+    "verify": [["verify", PLAN], ["verify", PLAN, PROFILE, "--json"], ["verify", PROFILE, PLAN]],
+    "lint": [["lint", "EtL", "--model", PLAN], ["lint", "EtL", "--model", PROFILE, "--json"]],
     "machine": [],
     "machine list": [],
     "machine show": [["machine", "show", "hostile.toml"], ["machine", "show", "hostile.toml", "--toml"]],

@@ -42,7 +42,7 @@ COMMANDS = [
     ["import", "table.csv", "-o", "made.profile.json"],
     ["solve", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2"],
     ["topology", "show", "dgx-a100"],
-    ["schedules"],
+    ["simulate", "--list"],
 ]
 CONFIG = {
     "model_type": "llama",

@@ -1,4 +1,4 @@
-"""`pplan replan`: a plan without the devices that are gone, and what cannot be."""
+"""`pplan solve --lost`: a plan without the devices that are gone, and what cannot be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def planned(here: Path, profile: Profile, solve_once: Callable[..., Plan]) -> Pa
 
 
 def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
-    ran = run("replan", str(planned), "--lost", "1", "--within", "20%")
+    ran = run("solve", str(planned), "--lost", "1", "--within", "20%")
     assert ran.status == 0
     assert "without device 1:" in ran.out
     assert (
@@ -37,7 +37,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     left = pplan.load_plan(path)
     assert {rank for stage in left.stages for rank in stage.devices} <= {0, 2, 3}
     assert run("verify", str(path)).status == 0
-    printed = json.loads(run("replan", str(planned), "--lost", "1", "--json", "--force").out)
+    printed = json.loads(run("solve", str(planned), "--lost", "1", "--json", "--force").out)
     assert "without device 1:" in printed["notes"][0]
 
 
@@ -48,11 +48,21 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
         (["--lost", "0,1,2,3"], "no device is left"),
         (["--lost", "x"], "--lost x"),
         (["--lost", "1", "--within", "much"], "--within much: is not a share"),
-        ([], "--lost: names no device"),
+        (
+            ["--lost", "1", "--gpus", "3"],
+            "--gpus with --lost: the machine and the training are those of the plan",
+        ),
+        (["--lost", "1", "--mini-batch", "8"], "--mini-batch with --lost"),
+        (["--lost", "1", "--frontier"], "--frontier with --lost"),
+        (["--lost", "1", "--sweep", "gpus=2,3"], "--sweep with --lost"),
+        (["--lost", "1", "--pp", "2"], "--pp with --lost"),
+        (["toy.profile.json", "--lost", "1"], "--lost with 2 files: it takes one plan"),
+        (["--within", "20%"], "--within 20%: is of --lost"),
+        (["--profile", "toy.profile.json"], "--profile toy.profile.json: is of --lost"),
     ],
 )
 def test_what_cannot_be(options: list[str], what: str, planned: Path, run: Run) -> None:
-    ran = run("replan", str(planned), *options)
+    ran = run("solve", str(planned), *options)
     assert ran.status == 2
     assert what in " ".join(ran.err.split())
 

@@ -1,4 +1,4 @@
-"""`pplan schedules`: every schedule with what is known of it."""
+"""`pplan simulate --list`: every schedule with what is known of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Golden = Callable[[str, str], None]
 @pytest.mark.parametrize("width", [110, 80, 40])
 def test_the_table(run: Run, golden: Golden, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    ran = run("schedules")
+    ran = run("simulate", "--list")
     assert (ran.status, ran.err) == (0, "")
     golden(f"schedules_{width}.txt", ran.out)
 
 
 def test_json(run: Run) -> None:
-    made = {own["name"]: own for own in json.loads(run("schedules", "--json").out)}
+    made = {own["name"]: own for own in json.loads(run("simulate", "--list", "--json").out)}
     assert list(made) == list(SCHEDULES)
     assert all(own["source"] and own["needs"] and own["bubble"] and own["in_flight"] for own in made.values())
     assert made["1f1b"]["runtimes"] == [
@@ -49,22 +49,34 @@ def test_json(run: Run) -> None:
     assert made["interleaved"]["virtual_stages"] == 2
 
 
-def test_arguments_are_refused(run: Run) -> None:
-    ran = run("schedules", "zb-h1")
-    assert ran.status == 2
-    assert ran.lines == [
-        "pplan: schedules zb-h1: is not one of list, show",
-        "  Did you mean pplan schedules show zb-h1?",
-    ]
-    assert run("schedules", "zbv").lines[1] == "  Did you mean pplan schedules show zb-v?"
-    for words in (("list", "zb-h1"), ("list", "--text"), ("show",), ("show", "zb-h1", "--json")):
-        ran = run("schedules", *words)
-        assert ran.status == 2
-        assert ran.lines[0].startswith(f"pplan: schedules {words[0]}: ")
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        ("--list --schedule zbv", "--schedule zbv: not known", "zb-v"),
+        (
+            "--list --stages 3",
+            "simulate --list: both --stages 3 and all",
+            "--list --schedule zb-h1 --stages 3",
+        ),
+        ("--list --text", "simulate --text: of which schedule?", "--list --schedule zb-h1 --text"),
+        ("--text", "simulate --text: of which schedule?", "--list --schedule zb-h1 --text"),
+        ("--list --schedule zb-h1 --json", "simulate --list --schedule: with --json", "--text"),
+        ("--list plan.json", "simulate: both PLAN plan.json and --list", "omit it"),
+        ("--list --forward-ms 3", "simulate: both --forward-ms 3 and --list", "omit it"),
+        ("--list --gpu h100", "simulate: both --gpu h100 and --list", "omit it"),
+        ("--list --svg a.svg", "simulate: both --svg a.svg and --list", "omit it"),
+        ("--list --actions", "simulate: both --actions and --list", "omit it"),
+    ],
+)
+def test_other_options_are_refused(run: Run, words: str, what: str, hint: str) -> None:
+    ran = run("simulate", *words.split())
+    assert (ran.status, len(ran.lines)) == (2, 2)
+    assert ran.lines[0].startswith(f"pplan: {what}")
+    assert hint in ran.lines[1]
 
 
 def test_one_is_drawn(run: Run) -> None:
-    ran = run("schedules", "show", "zb-h1", "--stages", "3", "--micro-batches", "4")
+    ran = run("simulate", "--list", "--schedule", "zb-h1", "--stages", "3", "--micro-batches", "4")
     assert (ran.status, ran.err) == (0, "")
     rows = [line.split()[2] for line in ran.out.splitlines() if line.startswith("stage ")]
     words = [re.findall(r"[FBW]\d", row) for row in rows]
@@ -76,13 +88,15 @@ def test_the_bubble_of_one_is_that_of_its_formula(run: Run) -> None:
     """ZB-H2's and ZB-V's are 0: no stage is idle between its first and its last action, but they begin one
     after the other."""
     for name, idle in (("zb-h2", "11.8"), ("zb-v", "6.2")):
-        out = run("schedules", "show", name, "--stages", "3", "--micro-batches", "5").out
+        out = run("simulate", "--list", "--schedule", name, "--stages", "3", "--micro-batches", "5").out
         line = next(line for line in out.splitlines() if line.startswith("Bubble "))
         assert line.startswith(f"Bubble {idle} % of all stages' time; 0.0 % of the longest span of a stage")
 
 
 def test_ones_text_starts_an_own_one(run: Run, here: Path) -> None:
-    text = run("schedules", "show", "zb-v", "--stages", "2", "--micro-batches", "4", "--text").out
+    text = run(
+        "simulate", "--list", "--schedule", "zb-v", "--stages", "2", "--micro-batches", "4", "--text"
+    ).out
     (here / "own.schedule").write_text(text, encoding="utf-8")
     costs = [
         "--stages",
