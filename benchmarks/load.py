@@ -62,7 +62,7 @@ def commands(folder: Path) -> list[tuple[str, list[str]]]:
             ["solve", "long.profile.json", *MACHINE, "-o", "long.plan.json"],
         ),
         ("report of that plan", ["report", "long.plan.json", "-o", "long.html"]),
-        ("verify that plan", ["verify", "long.plan.json"]),
+        ("lint that plan", ["lint", "long.plan.json"]),
         (f"simulate 1f1b, {MICRO_BATCHES:,} micro-batches", [*simulate, "1f1b", "--micro-batches", "10000"]),
         (
             f"simulate zb-h1, {most:,} micro-batches",

@@ -18,7 +18,7 @@ MOST_ACTIONS = 2**21
 
 
 def verified(plan: Plan, profile: Profile | Path) -> Plan:
-    """Check a plan with `pplan.verify`, and attack it with the oracle.
+    """Check a plan with `pplan.lint`, and attack it with the oracle.
 
     Returns:
         The plan.
@@ -27,7 +27,7 @@ def verified(plan: Plan, profile: Profile | Path) -> Plan:
         AssertionError: Some figure of it is wrong.
     """
     content = profile.read_text(encoding="utf-8") if isinstance(profile, Path) else profile.to_json()
-    wrong: list[object] = list(pplan.verify(plan, profile).differing)
+    wrong: list[object] = list(pplan.lint(plan, profile).differing)
     if len(plan.stages) * plan.micro_batches <= MOST_ACTIONS:
         wrong += attack(plan.to_json(), content)
     if wrong:

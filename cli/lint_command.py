@@ -1,12 +1,15 @@
-"""`pplan lint`: what is wrong with a pipeline layout, for a model and a machine."""
+"""`pplan lint`: what is wrong with a plan file, or with a pipeline layout for a model and a machine."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..cost_models.quantities import (
     compare_percent,
@@ -17,52 +20,145 @@ from ..cost_models.quantities import (
 )
 from ..planner.degrees.degree_options import DegreeOptions
 from .compare_command import DIFFERENCE
-from .option_parameters import Without
-from .output import AsJson
+from .field_names import FIELDS
+from .option_parameters import Typed, Without
+from .output import AsJson, choose_input
+from .streams import console, remark, result, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..api.lint import LayoutReport
+    from ..api.lint import Line, PlanReport, Value
+    from ..api.lint_layout import LayoutReport
 
-Layout = Annotated[
-    str,
+Sources = Annotated[
+    list[str],
     typer.Argument(
-        metavar="LAYOUT",
-        help="Megatron-LM's layout, such as 'Et*3|(tt|)*29m|L'; even: none, as many blocks on every stage.",
+        metavar="PLAN|LAYOUT",
+        help="Plans; default: newest in this directory. With --model Megatron-LM's layout, such as "
+        "'Et*3|(tt|)*29m|L', or even: as many blocks on every stage.",
         show_default=False,
     ),
 ]
-Model = Annotated[
-    Path, typer.Option("--model", metavar="CONFIG", help="The model's config.json.", show_default=False)
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="The plan's profile; default: the one it names, beside it."
+    ),
 ]
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="CONFIG", help="The config.json of a layout's model."),
+]
+LAYOUT = re.compile(r"even|E[EtmL|()*,\d\s]*")
 
 
 def lint_command(
-    layout: Layout,
+    sources: Sources = [],  # noqa: B006  typer takes a list
     *,
-    model: Model,
-    options: Annotated[DegreeOptions, Without("by_stage")],
-    machine: MachineOptions,
+    profile_file: ProfileFile = None,
+    model: Model = None,
+    options: Annotated[Typed[DegreeOptions], Without("by_stage")],
+    machine: Typed[MachineOptions],
     as_json: AsJson = False,
 ) -> None:
-    """Check a pipeline layout without running it.
+    """Check plan files, or a pipeline layout, without running them.
 
-    Is it the model's, does it fit the memory, and how far is it from the best?
+    Of a plan: its structure, its sums, that it fits and runs, and that nobody changed it. Of a layout: is it
+    the model's, does it fit the memory, and how far is it from the best?
     """
-    from ..api.lint import lint_layout
+    if model is None:
+        for name in sorted(options.names | machine.names):
+            raise UsageError(
+                f"lint {FIELDS[name]}: is for a layout", "Name the layout's model, too: --model config.json"
+            )
+        _lint_plans(sources, profile_file, as_json=as_json)
+        return
+    from ..api.lint_layout import check_layout
     from ..cost_models.transformer.configuration import load_transformer_shape
-    from .streams import console, result, waiting
 
+    if len(sources) != 1 or profile_file is not None:
+        raise UsageError(
+            f"lint --model {model}: takes one layout",
+            f"For example: pplan lint 'Et*3|(tt|)*29m|L' --model {model}. Plans have no --model.",
+        )
+    degrees, place = options.read(), machine.read()
     shape = load_transformer_shape(model)
     with waiting("Searching"):
-        report = lint_layout(layout, shape, machine, options)
+        report = check_layout(sources[0], shape, place, degrees)
     if as_json:
         result(report.to_json())
     else:
         _print(report, console())
     if not report.agrees:
         raise typer.Exit(DIFFERENCE)
+
+
+def _lint_plans(sources: list[str], profile_file: Path | None, *, as_json: bool) -> None:
+    """Check plan files; one that differs is repeated on standard error."""
+    from ..api.lint import lint
+
+    for source in sources:
+        if not Path(source).exists() and LAYOUT.fullmatch(source):
+            raise UsageError(f"lint {source}: a layout without its model", "Name it: --model config.json")
+    if profile_file is not None and len(sources) > 1:
+        raise UsageError(
+            f"lint --profile {profile_file}: with {len(sources)} plans", "Name one plan, or omit --profile."
+        )
+    paths = [choose_input(Path(source), ("plan",)) for source in sources] or [choose_input(None, ("plan",))]
+    reports = [lint(path, profile_file) for path in paths]
+    if as_json:
+        texts = [report.to_json() for report in reports]
+        result(
+            texts[0] if len(texts) == 1 else json.dumps([json.loads(text) for text in texts], indent=1) + "\n"
+        )
+    else:
+        for report in reports:
+            _print_plan(report, console())
+    for report in reports:
+        if not report.agrees:
+            first = report.differing[0]
+            remark(f"{report.plan}: {first.name} differs: {_difference(first)}")
+    if not all(report.agrees for report in reports):
+        raise typer.Exit(DIFFERENCE)
+
+
+def _print_plan(report: PlanReport, screen: Console) -> None:
+    """A row for every line; those alike that are not checked together."""
+    from .table import Column, line, print_table, text, word
+
+    columns: list[Column[Line]] = [
+        text("line", lambda row: row.name, min_width=20),
+        word("", lambda row: row.state),
+        text("what was checked, or why it was not", _detail, min_width=30),
+    ]
+    print_table(screen, columns, report.lines)
+    screen.print()
+    unchecked_count = len(report.unchecked)
+    confirmed_count = len(report.lines) - unchecked_count - len(report.differing)
+    against = f" with {report.profile}" if report.profile else ""
+    line(
+        screen,
+        f"{report.plan}{against}: {confirmed_count} lines ok, {len(report.differing)} differ, "
+        f"{unchecked_count} not checked",
+        style="bold",
+    )
+
+
+def _detail(line: Line) -> str:
+    return _difference(line) if line.state == "differs" else line.detail
+
+
+def _difference(line: Line) -> str:
+    """The two values of a line that differs."""
+    if line.plan_value is None and line.expected_value is None:
+        return line.detail
+    plan, expected_value = _value_text(line.plan_value), _value_text(line.expected_value)
+    return f"{line.detail}: the plan says {plan}, expected {expected_value}"
+
+
+def _value_text(value: Value) -> str:
+    return "nothing" if value is None else f"{value:.12g}" if isinstance(value, float) else str(value)[:200]
 
 
 def _print(report: LayoutReport, screen: Console) -> None:

@@ -111,21 +111,16 @@ VERBS = {
         TRUST,
         "4 beyond --fail-above",
     ),
-    "verify": Entry(
-        "Verify a plan file: its structure, its sums, and that it fits.",
-        ("pplan verify vgg19.plan.json",),
-        TRUST,
-        "4 something differs",
-    ),
     "lint": Entry(
-        "Check a pipeline layout without running it.",
+        "Check plan files, or a pipeline layout, without running them.",
         (
+            "pplan lint vgg19.plan.json",
             "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
             "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
             "pplan lint even --model config.json --pp 8 --virtual-stages 4",
         ),
         TRUST,
-        "4 the layout is not the model's, or does not fit",
+        "4 something differs, or does not fit",
     ),
     "machine": Entry(
         "Show machines, look at this one, and measure it.",
@@ -186,6 +181,7 @@ REMOVED = {
     "replan": "pplan solve PLAN --lost N",
     "schedules": "pplan simulate --list, or pplan simulate --list --schedule NAME",
     "topology": "pplan machine list, or pplan machine show NAME",
+    "verify": "pplan lint PLAN",
 }
 """Verbs of earlier versions, and the commands that do their work now."""
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.html_report import report
     from .api.import_plan import import_plan
     from .api.lint import lint
+    from .api.lint_layout import lint_layout
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from .api.simulate import simulate, simulate_costs
     from .api.solve import frontier, solve
     from .api.sweep import sweep
-    from .api.verify import verify
     from .cost_models.schedule_text import register_schedule
     from .planner.plan_file import Plan
     from .profiler.profile_file import Profile
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
     "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
-    "data_parallel", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
+    "data_parallel", "explain", "export", "frontier", "import_plan", "import_profile", "lint", "lint_layout",
     "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
-    "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
+    "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology",
 ]
 # fmt: on
 
@@ -59,6 +59,7 @@ _ROOMS = {
     "api.export": "export",
     "api.import_plan": "import_plan",
     "api.lint": "lint",
+    "api.lint_layout": "lint_layout",
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
@@ -67,12 +68,16 @@ _ROOMS = {
     "api.simulate": "simulate simulate_costs",
     "api.solve": "frontier solve",
     "api.sweep": "sweep",
-    "api.verify": "verify",
     "cost_models.schedule_text": "register_schedule",
     "planner.plan_file": "Plan",
     "profiler.profile_file": "Profile",
 }
 """By module, the names that it has; as above, for the interpreter."""
+_REMOVED = {
+    "degrees": "pplan.solve('config.json', gpus=64, gpu='h100')",
+    "verify": "pplan.lint('vgg19.plan.json')",
+}
+"""By functions of earlier versions, what to call now."""
 _MODULES = {name: module for module, names in _ROOMS.items() for name in names.split()}
 
 
@@ -81,10 +86,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("pplan")
-    if name == "degrees":
-        raise AttributeError(
-            "pplan.degrees is part of pplan.solve: pplan.solve('config.json', gpus=64, gpu='h100')"
-        )
+    if name in _REMOVED:
+        raise AttributeError(f"pplan.{name} is another function now: {_REMOVED[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'pplan' has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

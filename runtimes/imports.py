@@ -269,7 +269,7 @@ def _norms_of_the_head(
         f"its virtual stage {empty[0]} holds no layer of the profile, and its device has layers in others: a "
         "plan has as many stages on every device, each of a layer or more, and the head is not next, or has "
         "no norm to give",
-        "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
+        "pplan.lint_layout costs it as it is, from the model's config.json; or move a block there.",
     )
 
 
@@ -284,7 +284,7 @@ def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]
     if predictors:
         notes.append(
             f"{format_count(predictors, 'multi-token predictor')} (m): no layer of the profile, passed over; "
-            "pplan.lint costs what m stands for, from the model's config.json"
+            "pplan.lint_layout costs what m stands for, from the model's config.json"
         )
     if empty:
         numbers = ", ".join(map(str, empty[:10]))
@@ -292,7 +292,7 @@ def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]
         notes.append(f"{hold} no layer of the profile: left out, with the devices that only hand tensors on")
     notes += [
         f"stage {stage} holds no layer of the profile: it has {layer} here, which Megatron-LM has with the "
-        "head or the last block; pplan.lint costs the layout as it is"
+        "head or the last block; pplan.lint_layout costs the layout as it is"
         for stage, layer in moved.items()
     ]
     return notes

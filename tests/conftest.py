@@ -138,12 +138,12 @@ def solve_once() -> Callable[..., Plan]:
 
 
 def attack_plan(plan: Plan, profile: Any, folder: Path) -> None:
-    """Fail with what `pplan.verify` and the oracle find wrong. `profile`: a Profile, or its file."""
+    """Fail with what `pplan.lint` and the oracle find wrong. `profile`: a Profile, or its file."""
     import pplan
     from tests.oracle import attack
 
     if plan.training is not None:  # from a configuration: there is no profile
-        assert pplan.verify(plan).differing == []
+        assert pplan.lint(plan).differing == []
         return
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
@@ -151,7 +151,7 @@ def attack_plan(plan: Plan, profile: Any, folder: Path) -> None:
         profile = next(own for own in profile if Path(own).name == plan.profile.file)
     content = Path(profile).read_bytes() if isinstance(profile, str | Path) else profile.to_json()
     assert attack(plan.to_json(), content, folder) == []
-    assert pplan.verify(plan, profile).differing == []
+    assert pplan.lint(plan, profile).differing == []
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -123,7 +123,7 @@ def readers(file: str) -> list[Command]:
         return [own, ["show", file], ["report", file]]
     if file == "degrees.json":
         exports = [["export", name, file, "-o", "made.sh"] for name in ("megatron", "torchtitan", "torch")]
-        return [["show", file], ["show", file, "--json"], ["verify", file], ["solve", file], *exports]
+        return [["show", file], ["show", file, "--json"], ["lint", file], ["solve", file], *exports]
     return [
         ["import", file, "-o", "made.profile.json"],
         ["import", file, "--json", "-o", "made.profile.json"],
@@ -178,7 +178,7 @@ def _of_both(plan: str, profile: str) -> list[Command]:
         ["simulate", *given, "--json", "--actions"],
         ["simulate", *given, "--schedule", "gpipe", "--stages", "3"],
         ["compare", plan, "--planners", "--profile", profile],
-        ["verify", plan, profile],
+        ["lint", plan, "--profile", profile],
         ["export", "torch", *given, "--script", "made.py", "-o", "made.json"],
     ]
 
@@ -200,8 +200,8 @@ def _of_plan(file: str) -> list[Command]:
         ["simulate", file, "--json", "--actions"],
         ["simulate", file, "--schedule", "gpipe", "--micro-batches", "8"],
         ["simulate", file, "--trace", "made.trace.json", "--svg", "made.svg"],
-        ["verify", file],
-        ["verify", file, PLAIN, "--json"],
+        ["lint", file],
+        ["lint", file, "--profile", PLAIN, "--json"],
         *(["export", name, file, "-o", f"made.{name}.json"] for name in RUNTIMES),
         ["export", "torch", file, "--script", "made.py", "-o", "made.json"],
         ["export", "megatron", file, "--script", "made.sh", "-o", "made.json"],
@@ -271,7 +271,7 @@ VERBS = (
     "explain",
     "compare",
     "simulate",
-    "verify",
+    "lint",
     "machine list",
     "machine show",
     "report",

@@ -50,7 +50,7 @@ def check_is_measured(plan: Plan) -> None:
     if plan.training is not None:
         raise UsageError(
             f"the plan of {plan.model} is from a configuration: there is no profile of its layers",
-            "Use show, export, compare, report, verify or lint. Or profile the model, as in "
+            "Use show, export, compare, report or lint. Or profile the model, as in "
             "pplan.profile('hf:llama'), and plan again.",
         )
 

@@ -37,7 +37,7 @@ OF_COSTS = {*list_declarations(CostOptions), "stages", "micro_batches", "virtual
 """Options of `compare_schedules` that costs take."""
 WITH_OPTIONS = (
     *("solve", "frontier", "sweep", "simulate", "simulate_costs", "compare_schedules", "explain"),
-    *("data_parallel", "replan", "check", "profile", "import_profile", "import_plan", "lint"),
+    *("data_parallel", "replan", "check", "profile", "import_profile", "import_plan", "lint_layout"),
 )
 
 
@@ -136,10 +136,10 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "data_parallel": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "check": {"plan": plan, "profile": profile},
         "replan": {"plan": plan, "profile": profile, "lost": [1]},
-        "verify": {"plan": plan, "profile": profile},
+        "lint": {"plan": plan, "profile": profile},
         "report": {"plan": plan},
         "compare": {},
-        "lint": {"layout": "EtL", "config": {}},
+        "lint_layout": {"layout": "EtL", "config": {}},
         "profile": {"model": "vgg11"},
         "import_profile": {"path": "a.csv"},
         "import_plan": {"source": "6,6", "profile": profile, "mini_batch": 16},
@@ -164,7 +164,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
 CASES = [
     pytest.param(name, argument, annotation, id=f"{name}-{argument}")
     for name, argument, annotation in arguments()
-    if (name, argument) != ("lint", "by_stage")  # refused whatever it is
+    if (name, argument) != ("lint_layout", "by_stage")  # refused whatever it is
 ]
 
 

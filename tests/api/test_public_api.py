@@ -41,6 +41,7 @@ def test_all() -> None:
         "import_plan",
         "import_profile",
         "lint",
+        "lint_layout",
         "load_model",
         "load_plan",
         "load_profile",
@@ -55,7 +56,6 @@ def test_all() -> None:
         "solve",
         "sweep",
         "topology",
-        "verify",
     }
     assert dir(pplan) == pplan.__all__
     assert all(getattr(pplan, name) is not None for name in pplan.__all__)
@@ -64,8 +64,10 @@ def test_all() -> None:
     assert pplan.__version__ == version("pplan")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pplan.nothing  # noqa: B018
-    with pytest.raises(AttributeError, match=r"part of pplan\.solve"):
+    with pytest.raises(AttributeError, match=r"another function now: pplan\.solve"):
         pplan.degrees  # noqa: B018
+    with pytest.raises(AttributeError, match=r"another function now: pplan\.lint\("):
+        pplan.verify  # noqa: B018
 
 
 def test_import_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.status == 0
     assert ran.err == ""
-    verbs = "profile import solve export show simulate verify machine"
+    verbs = "profile import solve export show simulate machine"
     for verb in verbs.split():
         assert verb in ran.out
 
@@ -155,7 +155,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: demo, profile, import, solve, export, show, explain, "
-            "compare, report, simulate, check, verify, lint, machine.",
+            "compare, report, simulate, check, lint, machine.",
         ),
         (
             ["topology"],

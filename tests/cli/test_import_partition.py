@@ -226,7 +226,7 @@ def test_stages_that_recompute_differently(decoder_file: Path) -> None:
     path.write_text(json.dumps(document))
     mixed = pplan.import_plan(path, decoder_file, **machine)
     assert [stage.recompute for stage in mixed.stages] == ["always", "never", "never"]
-    assert pplan.verify(mixed, decoder_file).agrees
+    assert pplan.lint(mixed, decoder_file).agrees
     work = [own.forward_seconds + own.backward_seconds for own in mixed.stages]
     plain = [own.forward_seconds + own.backward_seconds for own in plan.stages]
     assert work == pytest.approx([plain[0] + plan.stages[0].forward_seconds, *plain[1:]])

@@ -36,7 +36,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     (path,) = (own for own in Path().glob("*.replan.plan.json"))
     left = pplan.load_plan(path)
     assert {rank for stage in left.stages for rank in stage.devices} <= {0, 2, 3}
-    assert run("verify", str(path)).status == 0
+    assert run("lint", str(path)).status == 0
     printed = json.loads(run("solve", str(planned), "--lost", "1", "--json", "--force").out)
     assert "without device 1:" in printed["notes"][0]
 
@@ -73,7 +73,7 @@ def test_all_devices_are_all_that_are_left(profile: Profile) -> None:
     left = pplan.replan(plan, profile, lost=[1]).plan
     assert {rank for stage in left.stages for rank in stage.devices} == {0, 2}
     assert left.prediction.bound_covers.endswith(", on all devices that are left")
-    assert pplan.verify(left, profile).differing == []
+    assert pplan.lint(left, profile).differing == []
 
 
 def test_unlike_devices_are_not_tried_in_every_order(here: Path, profile: Profile) -> None:

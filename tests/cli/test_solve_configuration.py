@@ -153,7 +153,7 @@ def test_stages_of_the_embedding_or_the_head_alone(
         text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
         assert text == (layout or text)
         assert [stage.count("t") for stage in split_layout(text, "")] == list(request.blocks)
-        report = pplan.lint(text, model, gpus=pipeline, gpu="h100", **sizes)
+        report = pplan.lint_layout(text, model, gpus=pipeline, gpu="h100", **sizes)
         assert report.agrees
         assert report.virtual_stages == virtual
         titan = torchtitan_arguments(request)
@@ -186,7 +186,7 @@ def test_the_layout_of_llama_3_405b() -> None:
     assert isinstance(document, MegatronExport)
     text = document.layout
     assert text == "|".join(["E", *["t"] * 126, "L"])
-    assert pplan.lint(text, model, pp=(16,)).agrees
+    assert pplan.lint_layout(text, model, pp=(16,)).agrees
 
 
 SHARDED = ["--pp", "2", "--tp", "2", "--virtual-stages", "4", "--recompute", "none", "--layers", "8"]
@@ -236,7 +236,7 @@ def test_all_verbs_print_the_same_seconds_and_bytes(
     assert (linted["step_seconds"], linted["best_step_seconds"]) == (step, step)
     assert linted["stage_bytes"] == [stage.memory_bytes for stage in plan.stages[: degrees.pipeline]]
     assert linted["limit_bytes"] == plan.stages[0].memory_limit_bytes
-    assert main(["verify", str(file)]) == 0
+    assert main(["lint", str(file)]) == 0
     assert main(["report", str(file), "-o", str(tmp_path / "page.html")]) == 0
     assert format_seconds(step) in (tmp_path / "page.html").read_text()
     capsys.readouterr()
@@ -351,7 +351,7 @@ def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["show", str(file)]) == 0
     assert "TP 2 x DP 2" in capsys.readouterr().out
     assert any("no arguments for degrees by stage" in note for note in plan.notes)
-    assert main(["verify", str(file)]) == 0
+    assert main(["lint", str(file)]) == 0
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"training": content["training"] | {"blocks": 43}}))
     with pytest.raises(pplan.FileError, match="it places 42 transformer blocks"):

@@ -2,7 +2,7 @@
 
 Costs, ledgers, orders and steps are worked out from the two JSON files alone. No module here imports anything
 of pplan, so that an error on one side shows as a difference. Structure, sums and limits are left to
-`pplan.verify`.
+`pplan.lint`.
 """
 
 from __future__ import annotations

@@ -200,12 +200,12 @@ def test_the_plan_goes_on_through_every_verb(tmp_path: Path) -> None:
     plan.save(file, force=False)
     simulated = pplan.simulate(file, profile)
     assert simulated.step_seconds == pytest.approx(plan.prediction.step_seconds)
-    assert pplan.verify(file).agrees
+    assert pplan.lint(file).agrees
     assert pplan.explain(file, profile).limits
     wrong = json.loads(file.read_text())
     wrong["sharing"][0]["step_seconds"] = plan.prediction.step_seconds / 2
     file.write_text(json.dumps(wrong))
-    differing = [line for line in pplan.verify(file).lines if line.state == "differs"]
+    differing = [line for line in pplan.lint(file).lines if line.state == "differs"]
     assert [line.name for line in differing] == ["sharing of layers", "file"]
 
 

@@ -37,7 +37,7 @@ COMMANDS = [
     ["compare", PLAN, "--planners"],
     ["simulate", PLAN, "--json", "--actions", "--svg", "made.svg", "--trace", "made.trace.json"],
     ["report", PLAN, "-o", "made.html"],
-    ["verify", PLAN],
+    ["lint", PLAN],
     ["export", "torch", PLAN, "-o", "made.torch.json", "--script", "made.py"],
     ["import", "table.csv", "-o", "made.profile.json"],
     ["solve", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2"],

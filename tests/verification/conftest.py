@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pplan
-from pplan.api.verify import Report
+from pplan.api.lint import PlanReport
 from pplan.cost_models.text_files import KEY
 from tests.oracle import Findings, attack
 
@@ -116,14 +116,14 @@ class Solved:
     profile: bytes
     folder: Path
 
-    def verify(self, plan: Content | None = None) -> Report:
-        """What `pplan verify` says of the plan, or of a changed one, whose file holds no hash."""
+    def verify(self, plan: Content | None = None) -> PlanReport:
+        """What `pplan lint` says of the plan, or of a changed one, whose file holds no hash."""
         content = dict(self.plan if plan is None else plan)
         if plan is not None and isinstance(content.get("made_by"), dict):
             content["made_by"] = {key: own for key, own in content["made_by"].items() if key != KEY}
         path = self.folder / "toy.plan.json"
         path.write_text(json.dumps(content), encoding="utf-8")
-        return pplan.verify(path)
+        return pplan.lint(path)
 
     def attack(self, plan: Content | None = None, profile: bytes | None = None) -> Findings:
         """What the oracle finds in the plan, or in a changed one."""

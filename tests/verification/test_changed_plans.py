@@ -218,7 +218,7 @@ def test_the_hash_of_the_file(make_profile: Callable[..., Any], solve_files: Cal
     assert hashed[KEY]
     assert solved.verify(solved.plan).line("file").state == "not checked"
     (solved.folder / "toy.plan.json").write_text(json.dumps(changed(solved.plan, ("notes",), ["x"])))
-    report = pplan.verify(solved.folder / "toy.plan.json")
+    report = pplan.lint(solved.folder / "toy.plan.json")
     assert [line.name for line in report.differing] == ["file"]
 
 

@@ -61,7 +61,7 @@ def test_there_and_back(decoder_profile: Profile, runtime: str) -> None:
     steps = [own.prediction.step_seconds for own in (never, plan, always)]
     assert steps == sorted(set(steps))
     assert plan.stages[0].memory_bytes < never.stages[0].memory_bytes
-    assert pplan.verify(plan, decoder_profile).agrees
+    assert pplan.lint(plan, decoder_profile).agrees
     assert attack(plan.to_json(), decoder_profile.to_json()) == []
     document, _ = export(runtime, plan)
     assert isinstance(document, TrainerText)

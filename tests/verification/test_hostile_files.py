@@ -68,7 +68,7 @@ def test_spoilt_values(file: str, seed: int, solved: Any, tmp_path: Path) -> Non
         files = {"plan": json.dumps(solved.plan), "profile": solved.profile.decode()}
         files[file] = spoilt(files[file], rng)
         try:
-            seen.add(pplan.verify(write(tmp_path, files["plan"], files["profile"])).agrees)
+            seen.add(pplan.lint(write(tmp_path, files["plan"], files["profile"])).agrees)
         except PplanError as error:
             seen.add((error.exit_status, len(str(error)) < 2000))
     assert (2, True) in seen
@@ -84,7 +84,7 @@ def test_spoilt_bytes(solved: Any, tmp_path: Path) -> None:
         if content == text:
             continue
         try:
-            seen.add(pplan.verify(write(tmp_path, bytes(content), solved.profile)).agrees)
+            seen.add(pplan.lint(write(tmp_path, bytes(content), solved.profile)).agrees)
         except PplanError as error:
             seen.add(error.exit_status)
     assert seen <= {2, False}
@@ -102,7 +102,7 @@ def test_other_layers_than_the_profile(solved: Any, tmp_path: Path) -> None:
     """A profile of fewer layers, and a machine of fewer devices, are lines that differ."""
     profile = json.loads(solved.profile)
     path = write(tmp_path, json.dumps(solved.plan), json.dumps(profile | {"layers": profile["layers"][:1]}))
-    assert {"profile", "layers", "seconds of stages"} <= {line.name for line in pplan.verify(path).differing}
+    assert {"profile", "layers", "seconds of stages"} <= {line.name for line in pplan.lint(path).differing}
     plan = json.loads(json.dumps(solved.plan))
     plan["machine"] = plan["machine"].replace("count = 4", "count = 1")
     plan["stages"][-1]["devices"] = [3] * len(plan["stages"][-1]["devices"])
@@ -113,7 +113,7 @@ def test_without_a_profile(solved: Any, tmp_path: Path) -> None:
     """What needs it is not checked, and says so; the rest is."""
     path = write(tmp_path, json.dumps(solved.plan), solved.profile)
     (tmp_path / "toy.profile.json").unlink()
-    report = pplan.verify(path)
+    report = pplan.lint(path)
     assert report.agrees
     for name in ("profile", "layers", "cuts", "seconds of stages"):
         line = report.line(name)
@@ -124,6 +124,6 @@ def test_without_a_profile(solved: Any, tmp_path: Path) -> None:
 
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no such plan file"):
-        pplan.verify(tmp_path / "a.plan.json")
+        pplan.lint(tmp_path / "a.plan.json")
     with pytest.raises(FileError, match=str(tmp_path)):
-        pplan.verify(tmp_path)
+        pplan.lint(tmp_path)

@@ -222,7 +222,7 @@ FORMATS = "Give a balance list"
         (
             "--pipeline-model-parallel-layout 'Et*4||t*4|tL' --pipeline-model-parallel-size 2",
             "its virtual stage 1 holds no layer of the profile, and its device has layers in others",
-            "pplan.lint",
+            "pplan.lint_layout",
         ),
         ("Et*4|t*5", "the last layer is not L, the loss", ""),
         ("Et*4|Et*5L", "E stands 2 times, not once", ""),

@@ -69,30 +69,30 @@ def test_what_megatron_refuses_is_a_problem(layout_class: Any) -> None:
 def test_as_many_stages_as_the_pipeline_has() -> None:
     """With the virtual stages given, a layout of another pipeline is found; without, it has more of them."""
     layout = "Et*4|(tttt|)*14tmL"
-    assert pplan.lint(layout, DEEP, pp=(16,), virtual_stages=(1,)).agrees
-    assert pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(2,)).agrees
-    assert pplan.lint(layout, DEEP, pp=(8,)).virtual_stages == 2
-    stale = pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(1,))
+    assert pplan.lint_layout(layout, DEEP, pp=(16,), virtual_stages=(1,)).agrees
+    assert pplan.lint_layout(layout, DEEP, pp=(8,), virtual_stages=(2,)).agrees
+    assert pplan.lint_layout(layout, DEEP, pp=(8,)).virtual_stages == 2
+    stale = pplan.lint_layout(layout, DEEP, pp=(8,), virtual_stages=(1,))
     assert stale.problems == ("16 stages: not the 8 of a pipeline of 8 with 1 virtual stage a device",)
     with pytest.raises(pplan.UsageError, match="a layout has one number of them"):
-        pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(1, 2))
+        pplan.lint_layout(layout, DEEP, pp=(8,), virtual_stages=(1, 2))
 
 
 def test_no_layout() -> None:
     """`even`: as many blocks on every stage, as Megatron-LM does it, or a problem."""
-    six = pplan.lint("even", MODEL, pp=(3,))
+    six = pplan.lint_layout("even", MODEL, pp=(3,))
     assert (six.agrees, six.stages) == (True, ("Ett", "tt", "ttL"))
-    assert pplan.lint("even", MODEL, pp=(3,), virtual_stages=(2,)).stages == ("Et", *["t"] * 4, "tL")
+    assert pplan.lint_layout("even", MODEL, pp=(3,), virtual_stages=(2,)).stages == ("Et", *["t"] * 4, "tL")
     for pipeline in (4, 12):
-        report = pplan.lint("even", MODEL, pp=(pipeline,))
+        report = pplan.lint_layout("even", MODEL, pp=(pipeline,))
         assert report.problems == (
             f"6 transformer blocks do not divide by {pipeline} stages: a layout is needed",
         )
         assert not report.remarks
     with pytest.raises(pplan.UsageError, match="of how many stages"):
-        pplan.lint("even", MODEL)
-    costed = pplan.lint("even", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
-    same = pplan.lint("Ettt|tttL", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
+        pplan.lint_layout("even", MODEL)
+    costed = pplan.lint_layout("even", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
+    same = pplan.lint_layout("Ettt|tttL", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
     assert costed.plan is not None
     assert same.plan is not None
     assert costed.plan.prediction.step_seconds == same.plan.prediction.step_seconds
@@ -100,19 +100,19 @@ def test_no_layout() -> None:
 
 def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     """DeepSeek-V3 on 16 ranks, from megatron-core's documentation; with the blocks of an earlier model."""
-    good = pplan.lint("Et*3|(tt|)*29,m|L", DEEP, pp=(16,))
+    good = pplan.lint_layout("Et*3|(tt|)*29,m|L", DEEP, pp=(16,))
     assert good.agrees
     assert good.virtual_stages == 2
     assert good.stages[30:] == ("m", "L")
     older = {**DEEP, "num_hidden_layers": 60}
-    assert pplan.lint("Et*3|(tt|)*29,m|L", older, pp=(16,)).problems == (
+    assert pplan.lint_layout("Et*3|(tt|)*29,m|L", older, pp=(16,)).problems == (
         "it places 61 transformer blocks (t), the model has 60",
     )
     none = {**DEEP, "num_nextn_predict_layers": 0}
-    assert pplan.lint("Et*3|(tt|)*29,m|L", none, pp=(16,)).problems == (
+    assert pplan.lint_layout("Et*3|(tt|)*29,m|L", none, pp=(16,)).problems == (
         "it places 1 multi-token predictor (m), the model has 0",
     )
-    without = pplan.lint("Et*3|(tt|)*29||L", DEEP, pp=(1,))
+    without = pplan.lint_layout("Et*3|(tt|)*29||L", DEEP, pp=(1,))
     assert without.agrees
     assert without.remarks == (
         "empty stages: 30, 31",
@@ -126,7 +126,7 @@ def test_the_notes_about_a_configuration_are_those_of_solve() -> None:
     config = {**MODEL, "model_type": "llama9", "sliding_window": 128, "num_nextn_predict_layers": 1}
     config["layer_types"] = ["sliding_attention", "full_attention"] * 3
     options: dict[str, Any] = {"gpus": 2, "gpu": "h100", "mini_batch": 8, "pp": (2,), "tp": (1,)}
-    linted = pplan.lint("Ettt|tttL", config, **options)
+    linted = pplan.lint_layout("Ettt|tttL", config, **options)
     notes = pplan.solve(config, **options).notes
     assert list(linted.remarks) == notes[:3]
     assert "llama9" in notes[0]
@@ -155,7 +155,7 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
         if counts[1] == 0:
             continue
         layout = f"E{'t' * counts[0]}|{'t' * counts[1]}|{'t' * counts[2]}L"
-        report = pplan.lint(layout, MODEL, **options)
+        report = pplan.lint_layout(layout, MODEL, **options)
         assert report.plan is not None
         peaks = [stage.memory_bytes for stage in report.ranks]
         assert report.limit_bytes is not None
@@ -172,11 +172,13 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
     assert slowest[1] == pytest.approx(slowest[0] / fastest[0] - 1)
     best_layout = fastest[2].best_layout
     assert best_layout is not None
-    assert pplan.lint(best_layout, MODEL, pp=(3,)).agrees
+    assert pplan.lint_layout(best_layout, MODEL, pp=(3,)).agrees
 
 
 def test_a_layout_with_partial_recomputation() -> None:
-    report = pplan.lint("Ett|tt|ttL", MODEL, gpus=3, gpu="h100", mini_batch=6, tp=(1,), recompute="partial")
+    report = pplan.lint_layout(
+        "Ett|tt|ttL", MODEL, gpus=3, gpu="h100", mini_batch=6, tp=(1,), recompute="partial"
+    )
     assert report.plan is not None
     assert report.plan.degrees is not None
     assert report.plan.degrees.recompute == "first_1"
@@ -188,7 +190,7 @@ def test_partial_recomputation_of_layouts_that_the_search_has_not(layout: str, m
     """Each stage between needs a block there, so that none is left to stay as it is."""
     four = {**MODEL, "num_hidden_layers": 4}
     options: dict[str, Any] = {"gpu": "h100", "mini_batch": 12, "tp": (1,), "memory_bytes": memory_bytes}
-    report = pplan.lint(layout, four, gpus=6, pp=(3,), recompute="partial", **options)
+    report = pplan.lint_layout(layout, four, gpus=6, pp=(3,), recompute="partial", **options)
     assert report.plan is not None
     assert report.plan.degrees is not None
     assert report.plan.degrees.recompute == "first_1"
@@ -227,7 +229,7 @@ def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
         r"It does not fit: where it needs least, [\d.]+ .iB of the 95.37 MiB of a device", printed
     )
     assert "None that fits at these degrees was found." in printed
-    report = pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", mini_batch=1, tp=(1,))
+    report = pplan.lint_layout("Ettt|tttL", MODEL, gpus=2, gpu="h100", mini_batch=1, tp=(1,))
     best = report.best_layout
     assert best is not None
     assert main(["lint", best, *command]) == 0
@@ -239,17 +241,19 @@ def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
 def test_the_predictors_that_are_asked_for() -> None:
     """A model with no predictors in its config.json. The number must be that of the layout."""
     ten = {**MODEL, "num_hidden_layers": 10}
-    assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=1).agrees
-    assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=2).problems == (
+    assert pplan.lint_layout("E|(t|)*10m,L", ten, pp=(12,), predictors=1).agrees
+    assert pplan.lint_layout("E|(t|)*10m,L", ten, pp=(12,), predictors=2).problems == (
         "it places 1 multi-token predictor (m), the model has 2",
     )
-    assert pplan.lint("E|(t|)*10L", ten, pp=(12,), predictors=1).problems == (
+    assert pplan.lint_layout("E|(t|)*10L", ten, pp=(12,), predictors=1).problems == (
         "it places 0 multi-token predictors (m), the model has 1",
     )
-    assert pplan.lint("E|(t|)*10,L", ten, pp=(12,)).agrees
-    assert pplan.lint("even", ten, pp=(2,), predictors=1).stages == ("Ettttt", "tttttmL")
+    assert pplan.lint_layout("E|(t|)*10,L", ten, pp=(12,)).agrees
+    assert pplan.lint_layout("even", ten, pp=(2,), predictors=1).stages == ("Ettttt", "tttttmL")
     machine: dict[str, Any] = {"gpus": 2, "gpu": "h100", "mini_batch": 8, "tp": (1,)}
-    with_predictor, without = (pplan.lint("even", ten, pp=(2,), predictors=n, **machine) for n in (1, 0))
+    with_predictor, without = (
+        pplan.lint_layout("even", ten, pp=(2,), predictors=n, **machine) for n in (1, 0)
+    )
     assert with_predictor.plan is not None
     assert without.plan is not None
     assert with_predictor.plan.training is not None
@@ -262,7 +266,7 @@ def test_no_best_layout_is_slower_than_the_one_that_is_judged(layout: str) -> No
     """Four micro-batches and a large head: the search alone gave `E|t|t*3|L`, 0.4 % slower than the first."""
     model = {**MODEL, "hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 256000}
     model["num_hidden_layers"] = 4
-    report = pplan.lint(layout, model, gpus=4, gpu="h100", mini_batch=4, sequence=4096, tp=(1,))
+    report = pplan.lint_layout(layout, model, gpus=4, gpu="h100", mini_batch=4, sequence=4096, tp=(1,))
     assert report.best is not None
     assert report.slower is not None
     assert report.slower >= 0
@@ -276,7 +280,7 @@ def test_the_virtual_stages_of_the_layout_are_searched(recompute: str) -> None:
     """Two blocks in 12 virtual stages, more than the search makes of them without being asked."""
     model = {**MODEL, "num_hidden_layers": 2}
     few: dict[str, Any] = {"mini_batch": 8, "tp": (1,), "pp": (4,), "micro_batch_size": (1,)}
-    report = pplan.lint("E|||||t||t||||L", model, gpus=4, gpu="h100", recompute=recompute, **few)
+    report = pplan.lint_layout("E|||||t||t||||L", model, gpus=4, gpu="h100", recompute=recompute, **few)
     assert report.best is not None
     assert report.slower is not None
     assert report.slower >= 0
@@ -337,7 +341,7 @@ JUDGED: dict[str, Any] = {"gpus": 8, "gpu": "h100", "pp": (2,), "mini_batch": 16
 )
 def test_every_option_has_an_effect(name: str, values: tuple[Any, Any], more: dict[str, Any]) -> None:
     options = {**JUDGED, **more}
-    reports = [pplan.lint("Ettt|tttL", EXPERTS, **{**options, name: value}) for value in values]
+    reports = [pplan.lint_layout("Ettt|tttL", EXPERTS, **{**options, name: value}) for value in values]
     first, second = (json.loads(report.to_json()) for report in reports)
     assert first != second
     assert any(report.problems for report in reports) or all(report.plan for report in reports)
@@ -345,13 +349,13 @@ def test_every_option_has_an_effect(name: str, values: tuple[Any, Any], more: di
 
 def test_options_without_a_machine() -> None:
     """Options without effect are named."""
-    report = pplan.lint("Ettt|tttL", MODEL, gpu="h100", tp=(2,), fix={"zero": 0})
+    report = pplan.lint_layout("Ettt|tttL", MODEL, gpu="h100", tp=(2,), fix={"zero": 0})
     assert report.plan is None
     assert report.remarks == (
         "memory and seconds are not estimated, and `zero`, `tp`, `gpu` not used: give `gpus` or a `topology`",
     )
-    assert pplan.lint("Ettt|tttL", MODEL, pp=(2,), virtual_stages=(1,), layers=6).remarks == ()
+    assert pplan.lint_layout("Ettt|tttL", MODEL, pp=(2,), virtual_stages=(1,), layers=6).remarks == ()
     with pytest.raises(pplan.UsageError, match="pipeline of at least 2 stages"):
-        pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", pp=(1,))
+        pplan.lint_layout("Ettt|tttL", MODEL, gpus=2, gpu="h100", pp=(1,))
     with pytest.raises(pplan.FileError, match="no_such"):
-        pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", kernels="no_such.csv")
+        pplan.lint_layout("Ettt|tttL", MODEL, gpus=2, gpu="h100", kernels="no_such.csv")

@@ -1,4 +1,4 @@
-"""`pplan verify` and `pplan.verify`: statuses 0, 4 and 2, the table, and the JSON."""
+"""`pplan lint` and `pplan.lint`: statuses 0, 4 and 2, the table, and the JSON."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ def change(plan: Path, key: str, value: Any) -> None:
 
 
 def test_a_plan_that_agrees(run: Run, planned: Path) -> None:
-    ran = run("verify")
+    ran = run("lint")
     assert ran.status == 0
     assert "Using toy.plan.json" in ran.err
     assert "memory of stages" in ran.out
     assert "toy.plan.json with toy.profile.json:" in ran.out
     assert " 0 differ, " in ran.out
-    assert json.loads(run("verify", str(planned), "--json").out)["agrees"] is True
+    assert json.loads(run("lint", str(planned), "--json").out)["agrees"] is True
 
 
 def test_a_plan_that_differs(run: Run, planned: Path) -> None:
     change(planned, "samples_per_second", 0.987)
-    ran = run("verify", "toy.plan.json", "toy.profile.json")
+    ran = run("lint", "toy.plan.json", "--profile", "toy.profile.json")
     assert ran.status == 4
     assert "step differs: samples_per_second: the plan says 0.987, expected " in ran.err
     assert "2 differ" in ran.out
     assert "the file was changed after pplan wrote it" in ran.out
-    ran = run("verify", "toy.plan.json", "--json")
+    ran = run("lint", "toy.plan.json", "--json")
     assert ran.status == 4
     lines = {line["name"]: line for line in json.loads(ran.out)["lines"]}
     assert lines["step"]["state"] == "differs"
@@ -79,10 +79,49 @@ def test_a_plan_that_differs(run: Run, planned: Path) -> None:
     assert lines["bound"]["state"] == "ok"
 
 
+def test_several_plans(run: Run, planned: Path) -> None:
+    other = planned.with_name("other.plan.json")
+    other.write_bytes(planned.read_bytes())
+    change(other, "samples_per_second", 0.987)
+    both = ("toy.plan.json", "other.plan.json")
+    ran = run("lint", *both)
+    assert ran.status == 4
+    assert ran.lines[0].startswith("other.plan.json: step differs: ")
+    ran = run("lint", *both, "--json")
+    assert [report["agrees"] for report in json.loads(ran.out)] == [True, False]
+    assert run("lint", "toy.plan.json", "toy.plan.json").status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (("EtL",), "lint EtL: a layout without its model", "--model config.json"),
+        (("even",), "lint even: a layout without its model", "--model config.json"),
+        (("toy.plan.json", "--pp", "2"), "lint --pp: is for a layout", "--model config.json"),
+        (("toy.plan.json", "--gpus", "2"), "lint --gpus: is for a layout", "--model config.json"),
+        (("toy.plan.json", "toy.plan.json", "--profile", "x"), "lint --profile x: with 2 plans", "one plan"),
+        (("--model", "config.json"), "lint --model config.json: takes one layout", "pplan lint 'Et"),
+        (
+            ("EtL", "--model", "c.json", "--profile", "x"),
+            "lint --model c.json: takes one layout",
+            "no --model",
+        ),
+    ],
+)
+def test_layouts_and_plans_are_told_apart(
+    run: Run, planned: Path, arguments: tuple[str, ...], what: str, hint: str
+) -> None:
+    assert planned.is_file()
+    ran = run("lint", *arguments)
+    assert (ran.status, len(ran.lines)) == (2, 2)
+    assert ran.lines[0].startswith(f"pplan: {what}")
+    assert hint in ran.lines[1]
+
+
 def test_another_profile(run: Run, planned: Path) -> None:
     other = PROFILE | {"layers": [layer | {"name": f"x{layer['name']}"} for layer in PROFILE["layers"]]}
     (planned.parent / "other.profile.json").write_text(json.dumps(other))
-    ran = run("verify", "toy.plan.json", "other.profile.json")
+    ran = run("lint", "toy.plan.json", "--profile", "other.profile.json")
     assert ran.status == 4
     assert "profile differs: SHA-256 of the profile file" in ran.err
     assert "layer names: the plan says" in ran.out
@@ -90,7 +129,7 @@ def test_another_profile(run: Run, planned: Path) -> None:
 
 def test_without_the_profile(run: Run, planned: Path) -> None:
     (planned.parent / "toy.profile.json").unlink()
-    ran = run("verify", "toy.plan.json")
+    ran = run("lint", "toy.plan.json")
     assert ran.status == 0
     assert "no profile was given, and toy.profile.json is not beside the plan" in " ".join(ran.out.split())
 
@@ -100,12 +139,12 @@ def test_without_the_profile(run: Run, planned: Path) -> None:
     [
         (("toy.profile.json",), "this is a profile, a plan is needed"),
         (("x.plan.json",), "no such plan file"),
-        (("toy.plan.json", "x.profile.json"), "no such profile file"),
-        (("toy.plan.json", "toy.plan.json"), "this is a plan, a profile is needed"),
+        (("toy.plan.json", "--profile", "x.profile.json"), "no such profile file"),
+        (("toy.plan.json", "--profile", "toy.plan.json"), "this is a plan, a profile is needed"),
     ],
 )
 def test_files_that_cannot_be_read(arguments: tuple[str, ...], what: str, run: Run, planned: Path) -> None:  # noqa: ARG001
-    ran = run("verify", *arguments)
+    ran = run("lint", *arguments)
     assert ran.status == 2
     assert what in ran.lines[0]
     assert len(ran.lines) == 2
@@ -116,21 +155,21 @@ def test_names_that_would_steer_the_terminal(run: Run, planned: Path) -> None:
     content["baselines"][0]["name"] = "\x1b[2Jgone"
     content["stages"][0]["memory"]["\x1b[2Jterm"] = 5
     planned.write_text(json.dumps(content))
-    ran = run("verify", "toy.plan.json")
+    ran = run("lint", "toy.plan.json")
     assert ran.status == 4
     assert "\x1b" not in ran.out + ran.err
 
 
 def test_in_python(planned: Path) -> None:
-    report = pplan.verify(planned)
+    report = pplan.lint(planned)
     assert report.agrees
     assert report.line("profile").state == "ok"
-    assert pplan.verify(planned, planned.parent / "toy.profile.json").lines == report.lines
+    assert pplan.lint(planned, planned.parent / "toy.profile.json").lines == report.lines
     plan, profile = pplan.load_plan(planned), pplan.load_profile(planned.parent / "toy.profile.json")
-    made = pplan.verify(plan, profile)
+    made = pplan.lint(plan, profile)
     assert made.agrees
     assert made.line("profile").state == "not checked"
     assert made.line("seconds of stages").state == "ok"
-    assert pplan.verify(plan).line("seconds of stages").state == "not checked"
+    assert pplan.lint(plan).line("seconds of stages").state == "not checked"
     with pytest.raises(pplan.UsageError, match="plan=5: is not a Plan"):
-        pplan.verify(5)  # type: ignore[arg-type]
+        pplan.lint(5)  # type: ignore[arg-type]
