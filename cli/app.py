@@ -173,7 +173,8 @@ def _usage_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     if "typer" not in sys.modules:
         return None  # it is what could not be imported
     from .usage import explain_usage, is_usage_error
-    from .verbs import REMOVED, root
+    from .verb_table import REMOVED
+    from .verbs import root
 
     return explain_usage(error, root, words, REMOVED) if is_usage_error(error) else None
 

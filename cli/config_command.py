@@ -106,7 +106,7 @@ def _map_verbs(
     group: Any, prefix: str, tables: dict[str, dict[str, Any]], path: Path | None
 ) -> dict[str, Any]:
     """The same of the verbs of a group, of the tables below its own."""
-    from .verbs import REMOVED
+    from .verb_table import REMOVED
 
     result: dict[str, Any] = {}
     for verb, values in tables.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .verbs import Entry
+    from .verb_table import Entry
 
 _STATUSES = "0 done; 1 an internal error of pplan; 2 what you or the machine must change{}; 130 interrupted."
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pplan.cli.usage import list_verbs
-from pplan.cli.verbs import VERBS, root
+from pplan.cli.verb_table import VERBS
+from pplan.cli.verbs import root
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
