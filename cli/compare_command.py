@@ -43,7 +43,7 @@ def share(text: str) -> float:
 Plans = Annotated[
     list[Path],
     typer.Argument(
-        metavar="[PLAN]...",
+        metavar="PLAN",
         help="Plans; default: newest in this directory, with --planners.",
         show_default=False,
     ),

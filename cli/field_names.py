@@ -84,7 +84,16 @@ def _find_fields(text: str) -> set[str]:
 
 def _command(match: re.Match[str]) -> str:
     words = [_argument(word) for word in re.split(r",\s*", match[2]) if word not in ("", "...")]
-    return " ".join(["pplan", match[1].replace("_", "-"), *words])
+    return " ".join(["pplan", _VERBS.get(match[1], match[1].replace("_", "-")), *words])
+
+
+_VERBS = {
+    "schedules": "simulate --list",
+    "lint_layout": "lint",
+    "import_plan": "import",
+    "import_profile": "import",
+}
+"""By functions, the commands that have other names."""
 
 
 def _argument(word: str) -> str:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .verb_table import Entry
 
+ALL_OPTIONS = "pplan.all_options"
+"""Key of a context's `meta`: the help is to show all options."""
+_OF_ALL = "--output --force --json --help --help-all"
 _STATUSES = "0 done; 1 an internal error of pplan; 2 what you or the machine must change{}; 130 interrupted."
 
 
@@ -29,11 +32,17 @@ def write_help(command: Any, entry: Entry, context: Any, formatter: Any) -> None
         if verb.panel is not None:
             panels.setdefault(verb.panel, []).append((name.ljust(max(map(len, verbs))), verb.summary))
     options: list[tuple[str, str]] = []
+    shown = None
+    if entry.shown and ALL_OPTIONS not in context.meta:
+        shown = {*entry.shown.split(), *_OF_ALL.split()}
+    hidden_count = 0
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is None:
             continue
-        if parameter.param_type_name == "argument":
+        if shown is not None and parameter.param_type_name == "option" and shown.isdisjoint(parameter.opts):
+            hidden_count += 1
+        elif parameter.param_type_name == "argument":
             panels.setdefault("Arguments", []).append((parameter.metavar, record[1]))
         elif parameter.rich_help_panel is None:
             options.append(record)
@@ -42,6 +51,9 @@ def write_help(command: Any, entry: Entry, context: Any, formatter: Any) -> None
     for panel, rows in (panels | {"Options": options}).items():
         with formatter.section(panel):
             formatter.write_dl(rows)
+    if hidden_count:
+        formatter.write_paragraph()
+        formatter.write_text(f"{hidden_count} more options: {context.command_path} --help-all")
     if entry.examples:
         with formatter.section("Examples"):
             for example in entry.examples:

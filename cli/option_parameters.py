@@ -24,7 +24,9 @@ import typer
 from ..cost_models.arguments import Option, Options, list_declarations
 from ..cost_models.errors import UsageError
 from .field_names import TYPED, as_options, name_field
+from .help import ALL_OPTIONS
 from .streams import be_quiet, remark
+from .verb_table import Entry
 
 Command = Callable[..., None]
 T = TypeVar("T", bound=Options)
@@ -72,16 +74,17 @@ class Typed(Generic[T]):
         return self.model(**values)
 
 
-def make_command(verb: str, *, is_group: bool = False) -> Any:
+def make_command(verb: str, entry: Entry) -> Any:
     """Make the command of a verb, with its options, as typer runs it.
 
     A verb's function is in the module of its group, that of a group and of other verbs in their own.
     """
     words = verb.replace("-", "_").split()
-    module = "_".join(words if is_group else words[:-1] or words)
+    module = "_".join(words if entry.is_group else words[:-1] or words)
     commands = import_module(f".{module}_command", __package__)
     app = typer.Typer(add_completion=False)
-    app.command()(with_options(getattr(commands, f"{'_'.join(words)}_command"), **_COMMON))
+    common = {name: own for name, own in _COMMON.items() if entry.shown or name != "help_all"}
+    app.command()(with_options(getattr(commands, f"{'_'.join(words)}_command"), **common))
     return typer.main.get_command(app)
 
 
@@ -201,7 +204,7 @@ def _kind_and_default(option: Option, default: Any) -> tuple[Any, Any]:
         return bool, False
     if option.repeats:
         return list[str], []
-    text = option.default_text or (None if default is None else str(default))
+    text = option.default_text or (None if default in (None, ()) else str(default))
     return (str | None, None) if text is None else (str, text)
 
 
@@ -217,16 +220,27 @@ def _name_options(name: str, hint: Any, model: tuple[type[Options], dict[str, Op
             name_field(name, next(flag for flag in flags if flag.startswith("--")))
 
 
+def print_full_help(context: typer.Context, value: bool) -> None:
+    """Print the help with all options, and end."""
+    if value:
+        context.meta[ALL_OPTIONS] = True
+        print(context.get_help())
+        raise typer.Exit
+
+
 _COMMON = {
     "quiet": typer.Option(
         "--quiet", "-q", help="No remarks and no progress; errors and results are printed."
     ),
     "verbose": typer.Option("--verbose", "-v", help="Tell versions, the folder, and how long it took."),
+    "help_all": typer.Option(
+        "--help-all", is_eager=True, callback=print_full_help, help="Show all options and exit."
+    ),
 }
 
 
 @contextmanager
-def _telling(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+def _telling(*, quiet: bool = False, verbose: bool = False, help_all: bool = False) -> Iterator[None]:  # noqa: ARG001
     """Run a verb with the options that all have."""
     if quiet:
         be_quiet()

@@ -35,7 +35,7 @@ Details = Annotated[
 ProfileFiles = Annotated[
     list[Path],
     typer.Argument(
-        metavar="[PROFILE]...",
+        metavar="PROFILE",
         help="A profile, or one for each number of devices that share layers (--tp); default: newest here. "
         "Or a transformer's config.json, or hf: and its name in transformers. With --lost: a plan.",
         show_default=False,

@@ -10,7 +10,8 @@ class Entry(NamedTuple):
 
     `summary`: the first line of its docstring. `panel`: its heading in the list of verbs; None hides it.
     `status`: what its exit status may be besides those of all verbs. `is_group`: holds the verbs whose names
-    begin with its own; it runs a command itself if it has examples.
+    begin with its own; it runs a command itself if it has examples. `shown`: the options that --help shows,
+    besides those of all verbs; --help-all shows the rest. Empty: it shows all.
     """
 
     summary: str
@@ -18,6 +19,7 @@ class Entry(NamedTuple):
     panel: str | None = None
     status: str = ""
     is_group: bool = False
+    shown: str = ""
 
 
 MAIN, LOOK, TRUST, MACHINE = "The main job", "Look", "Trust", "Machine"
@@ -35,6 +37,10 @@ VERBS = {
             "pplan profile hf:gpt2 --device analytic:h100 --amp bf16",
         ),
         MAIN,
+        shown=(
+            "--sequence --input --input-like --classes --micro-batch-sizes --dtype --device --granularity "
+            "--keep-together --set --loss --compile --amp --budget --resume --tp --config"
+        ),
     ),
     "import": Entry(
         "Make a profile of another tool's costs, or a plan of its partition.",
@@ -44,6 +50,11 @@ VERBS = {
             "pplan import 12,34 --profile vgg19.profile.json --mini-batch 256",
         ),
         MAIN,
+        shown=(
+            "--format --model --micro-batch-size --granularity --tp --profile --schedule --virtual-stages "
+            "--replicas --recompute --runtime --mini-batch --micro-batches --optimizer --precision --zero "
+            "--gpus --gpu --memory --topology"
+        ),
     ),
     "solve": Entry(
         "Find the fastest plan, and how far it is from the best possible.",
@@ -56,6 +67,11 @@ VERBS = {
         ),
         MAIN,
         "3 no feasible plan",
+        shown=(
+            "--gpus --gpu --memory --topology --runtime --mini-batch --micro-batches --schedule "
+            "--recompute --optimizer --precision --zero --tp --time-limit --objective --sweep --pp "
+            "--sequence --lost --details"
+        ),
     ),
     "export": Entry(
         "Write a plan for a training runtime, or a script that trains.",
@@ -92,6 +108,11 @@ VERBS = {
             "pplan simulate --list",
         ),
         LOOK,
+        shown=(
+            "--schedule --stages --micro-batches --virtual-stages --replicas --forward-ms --backward-ms "
+            "--weight-ms --transfer-ms --profile --gpu --memory --topology --trace --svg --list --text "
+            "--actions"
+        ),
     ),
     "check": Entry(
         "Run a plan for a few steps, and measure what was predicted.",
@@ -109,6 +130,11 @@ VERBS = {
         ),
         TRUST,
         "4 something differs, or does not fit",
+        shown=(
+            "--profile --model --gpus --gpu --memory --topology --implementation --sequence --layers "
+            "--predictors --pp --tp --cp --ep --virtual-stages --micro-batch-size --mini-batch --zero "
+            "--recompute"
+        ),
     ),
     "machine": Entry(
         "Show machines, look at this one, and measure it.",

@@ -56,7 +56,7 @@ class _MadeLate(_TakesText):
             raise AttributeError(name)
         from .option_parameters import make_command
 
-        command = make_command(self.verb, is_group=self.entry.is_group)
+        command = make_command(self.verb, self.entry)
         self.params, self.callback, self.help = command.params, command.callback, command.help
         return getattr(self, name)
 

@@ -134,7 +134,7 @@ class TrainingOptions(Options):
         "auto",
         schedule_word,
         "1f1b|gpipe|...|FILE|any|auto",
-        "Order of each stage's forwards and backwards: the name of a schedule, your own in "
+        "Order of each stage's forwards and backwards: a name of pplan.schedules(), your own in "
         "FILE.schedule; any: the best of all; synthesized: of those and an order made for the plan; auto: of "
         "what the runtime runs, or of gpipe and 1f1b.",
     )

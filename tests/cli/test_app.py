@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from pplan.cli.usage import list_verbs
+from pplan.cli.verb_table import VERBS
+from pplan.cli.verbs import root
 from pplan.cost_models.errors import FileError, InfeasibleError, ModelError
 from pplan.cost_models.machines import PRESETS
 from pplan.planner.plan_file import Plan
@@ -90,10 +94,35 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ],
 )
 def test_help_of_a_verb_names_every_option(run: Run, verb: str, options: str) -> None:
-    ran = run(*verb.split(), "--help")
+    ran = run(*verb.split(), "--help-all" if VERBS[verb].shown else "--help")
     assert ran.status == 0
     for option in options.split():
-        assert f"{option} " in ran.out
+        assert re.search(rf"^  (-\w, )?{option}\b", ran.out, re.MULTILINE), option
+
+
+def test_a_verb_shows_few_options_and_all_on_request(run: Run) -> None:
+    for verb, command in list_verbs(root):
+        names = {name for parameter in command.params for name in parameter.opts if not is_alias(parameter)}
+        few = run(*verb.split(), "--help").out
+        shown = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", few, re.MULTILINE))
+        assert len(shown) <= 25, verb
+        assert shown >= set(VERBS[verb].shown.split()), verb
+        assert "<bool>" not in few
+        assert "BOOLEAN" not in few
+        options = {name for name in names if name.startswith("--")}
+        if VERBS[verb].shown:
+            everything = run(*verb.split(), "--help-all").out
+            assert options == set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", everything, re.MULTILINE)) - {
+                "--help"
+            }
+            assert f"{len(options - shown)} more options: pplan {verb} --help-all" in few
+        else:
+            assert options == shown - {"--help"}, verb
+
+
+def is_alias(parameter: Any) -> bool:
+    """Whether a parameter is another name of an option, which no help shows."""
+    return parameter.param_type_name == "option" and parameter.hidden
 
 
 def test_version(run: Run) -> None:
