@@ -160,8 +160,8 @@ def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> bool:
         remark(f"Solved again with it: the plan stays, its step is {step}")
         return True
     remark(
-        f"Solved again with it: {', '.join(map(str, new_plan.balance))}, {new_plan.micro_batches} x "
-        f"{new_plan.micro_batch_size}, {new_plan.schedule}: {step}; "
+        f"Solved again with it: {', '.join(map(str, new_plan.balance))}, "
+        f"{new_plan.batch}, {new_plan.schedule}: {step}; "
         f"pplan solve --topology {quote(str(calibration.topology_file))} writes it"
     )
     return True

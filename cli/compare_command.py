@@ -148,6 +148,23 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
             drop=6,
             visible=any(row.energy_joules is not None for row in comparison.rows),
         ),
+        number(
+            "MFU\n", lambda row: row.mfu, percent, visible=any(row.mfu is not None for row in comparison.rows)
+        ),
+        number(
+            "TFLOP/s\na GPU",
+            lambda row: row.tflops_per_gpu,
+            three_digits,
+            drop=5,
+            visible=any(row.mfu is not None for row in comparison.rows),
+        ),
+        number(
+            "tokens/s\na GPU",
+            lambda row: row.tokens_per_second_per_gpu,
+            three_digits,
+            drop=6,
+            visible=any(row.mfu is not None for row in comparison.rows),
+        ),
         number("GPUs\n", lambda row: row.plan and row.plan.device_count, drop=5),
         number("gap\n", lambda row: row.gap, percent, drop=3),
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
@@ -199,7 +216,7 @@ def _configuration(row: ComparisonRow) -> str:
     if plan is None:
         return ""
     balance = "-".join(map(str, plan.balance[:16])) + ("-…" if len(plan.balance) > 16 else "")
-    return f"{balance}, {plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}"
+    return f"{balance}, {plan.short_batch}, {plan.schedule}"
 
 
 def _print_result(comparison: PlanComparison, fail_above: float | None) -> None:

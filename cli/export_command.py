@@ -182,7 +182,7 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
         return
     content = document.model_dump(exclude=_HIDDEN_FIELDS | {"mini_batch", "micro_batch_size"})
-    batch = describe_batch(document.mini_batch, document.micro_batch_size, content.get("replicas", 1))
+    batch = describe_batch(document.mini_batch, document.micro_batch_size, [content.get("replicas", 1)])
     result(f"model: {printable(content.pop('model'))}\nglobal batch: {batch}\n")
     for key, value in content.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value

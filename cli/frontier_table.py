@@ -45,7 +45,7 @@ def shape(balance: list[int], replicas: list[int]) -> str:
 def _configuration(plan: Plan) -> str:
     """Micro-batches, schedule and recomputation."""
     recompute = plan.recompute.replace("_", "-")
-    return f"{plan.micro_batches} of {plan.micro_batch_size}, {plan.schedule}, recompute {recompute}"
+    return f"{plan.short_batch}, {plan.schedule}, recompute {recompute}"
 
 
 def _proof(frontier: Frontier) -> str:

@@ -13,35 +13,35 @@ from ..cost_models.quantities import compare_steps, format_bytes, format_seconds
 from ..cost_models.runtime import other_layers_warning
 from ..planner.plan_degrees import Degrees, StageDegrees
 from ..planner.plan_file import Baseline, Plan, PlannedStage, PlanRow, SharedWeight
-from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
+from .table import Column, gap, height, line, number, print_head, print_notes, print_table, text, word
 
-MOST_STAGES = 8
-"""Rows of the short answer: of more stages the first and the last ones are shown."""
+MOST_LINES = 15
+"""Lines of the short answer, for which stages in the middle are left out, down to `LEAST_ROWS`."""
+LEAST_ROWS = 3
 MOST_BASELINES = 3
 
 
-def print_answer(plan: Plan, console: Console, next_steps: str) -> None:
-    """Prints in about 20 lines what to do: the answer, stages, proof, some baselines, next steps."""
-    _print_head(plan, console)
-    _print_stages(plan, console, short=True)
-    console.print()
-    _print_shared(plan, console)
-    if len(plan.stages) > MOST_STAGES:
-        line(console, f"Balance: {'-'.join(map(str, plan.balance))} layers.")
-    for sentence in short_summary(plan):
-        line(console, sentence)
+def print_answer(plan: Plan, console: Console, next_step: str) -> None:
+    """Print the answer, its warnings, stages, proof, some baselines and the next command in few lines."""
+    ends = [*_shared_lines(plan)[:1], *short_summary(plan)]
     if plan.baselines:
-        line(console, f"Baselines: {'; '.join(_baseline_words(base, plan) for base in _nearest(plan))}.")
-    line(console, next_steps)
+        ends.append(f"Baselines: {'; '.join(_baseline_words(base, plan) for base in _nearest(plan))}.")
+    ends.append(next_step)
+    heads = _head_lines(plan, short=True)
+    used = sum(height(console, text) for text in (*heads, *ends))
+    print_head(console, heads)
+    console.print()
+    _print_stages(plan, console, most_rows=max(LEAST_ROWS, MOST_LINES - 3 - used))
+    for sentence in ends:
+        line(console, sentence)
 
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints everything about a plan but the ledger of its stages' memory."""
-    _print_head(plan, console)
-    _print_stages(plan, console, short=False)
+    print_head(console, _head_lines(plan))
+    _print_stages(plan, console)
     console.print()
-    _print_shared(plan, console)
-    for sentence in summary_lines(plan):
+    for sentence in (*_shared_lines(plan), *summary_lines(plan)):
         line(console, sentence)
     if plan.baselines:
         _print_baselines(plan, console)
@@ -50,28 +50,28 @@ def print_plan(plan: Plan, console: Console) -> None:
     print_notes(console, plan.notes)
 
 
-def _print_head(plan: Plan, console: Console) -> None:
-    """The answer, and the warnings right under it."""
-    answer, *further = answer_lines(plan)
+def _head_lines(plan: Plan, *, short: bool = False) -> list[str]:
+    """List the answer, the gravest warning, what qualifies the answer, and the other warnings."""
+    answer, *further = answer_lines(plan, short=short)
     other_layers = other_layers_warning(plan.runtime, plan.profile.device)
     gravest = [f"Warning: {other_layers}"] if other_layers else []
-    print_head(console, [answer, *gravest, *further])
-    for warning in plan.warnings:
-        if warning != other_layers:
-            line(console, f"Warning: {warning}")
+    warnings = [f"Warning: {warning}" for warning in plan.warnings if warning != other_layers]
+    return [answer, *gravest, *further, *warnings]
 
 
-def _print_shared(plan: Plan, console: Console) -> None:
-    """The weights that several stages hold; those on the same stages together."""
+def _shared_lines(plan: Plan) -> list[str]:
+    """List the weights that several stages hold; those on the same stages together."""
     groups: dict[tuple[int, ...], list[SharedWeight]] = {}
     for weight in plan.tied:
         groups.setdefault(tuple(weight.stages), []).append(weight)
+    lines = []
     for stages, weights in groups.items():
         names = weights[0].tensor + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")
         bytes_text = format_bytes(sum(weight.bytes for weight in weights))
         seconds = sum(weight.sum_seconds for weight in weights)
         added = f"; adding up its gradients takes {format_seconds(seconds)} of the step" if seconds else ""
-        line(console, f"Shared: {names} ({bytes_text}) on each of stages {_stage_list(stages)}{added}.")
+        lines.append(f"Shared: {names} ({bytes_text}) on each of stages {_stage_list(stages)}{added}.")
+    return lines
 
 
 def _stage_list(stages: Sequence[int]) -> str:
@@ -89,15 +89,15 @@ def _nearest(plan: Plan) -> list[Baseline]:
 
 def _baseline_words(base: Baseline, plan: Plan) -> str:
     if base.step_seconds is None:
-        return f"{base.name} {base.reason or 'has no plan'}"
+        return f"{base.name} {(base.reason or 'has no plan').partition(':')[0]}"
     versus = compare_steps(base.step_seconds, plan.prediction.step_seconds)
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
 
-def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
-    """A row a stage; what answers (devices, layers, seconds, memory, its share of the limit) stays down to 60
-    columns. Of many stages the `short` table has the first and the last ones."""
-    stages, count = plan.stages, len(plan.stages)
+def _print_stages(plan: Plan, console: Console, *, most_rows: int | None = None) -> None:
+    """Print a row a stage; what answers (devices, layers, seconds, memory, its share of the limit) stays down
+    to 60 columns. In the short answer there are `most_rows`: the first and the last stages."""
+    stages, count, short = plan.stages, len(plan.stages), most_rows is not None
     first, last, seconds, limit, used, width = (1, 1, 3, 2, 4, 12) if short else (4, 3, 6, 2, 7, 16)
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
     recomputes = any(stage.layers_again for stage in stages)
@@ -112,7 +112,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
 
     columns: list[Column[int]] = [
         number("stage", lambda row: row),
-        text("devices", lambda row: stages[row].devices, ranges, min_width=8),
+        text("devices", lambda row: stages[row].devices, _short_ranges if short else ranges, min_width=8),
         text("degrees", lambda row: stages[row].degrees, StageDegrees.describe, min_width=12, visible=shares),
         number("layers", lambda row: stages[row].layers),
         number("recomputed", lambda row: stages[row].layers_again, visible=recomputes),
@@ -144,10 +144,16 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         ),
     ]
     rows: list[int | None] = [*range(count)]
-    if short and count > MOST_STAGES:
-        rows[MOST_STAGES // 2 : count + 1 - MOST_STAGES // 2] = [None]
+    if most_rows is not None and count > most_rows:
+        rows[most_rows // 2 : count + 1 - (most_rows + 1) // 2] = [None]
     each = " per replica" if max(plan.replicas) > 1 else ""
-    print_table(console, columns, rows, title=f"Stages; time per micro-batch{each}")
+    print_table(console, columns, rows, title="" if short else f"Stages; time per micro-batch{each}")
+
+
+def _short_ranges(devices: Sequence[int]) -> str:
+    """List the first and the last of many ranges: `0-3, ..., 56-59`."""
+    first, *others = ranges(devices).split(", ")
+    return ", ".join([first, *others] if len(others) < 2 else [first, "...", others[-1]])
 
 
 def _memory_share(stage: PlannedStage) -> float | None:
@@ -186,7 +192,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         word("schedule\n", lambda other: other.schedule, drop=int(trains)),
         text("for\n", _for, min_width=11, visible=not trains),
         text("balance\n", _balance, min_width=10),
-        word("micro-\nbatches", lambda other: f"{other.micro_batches} x {other.micro_batch_size}", drop=3),
+        word("micro-\nbatches", lambda other: other.short_batch, drop=3),
         word("recompute\n", _recompute, drop=2),
         number("step\n", lambda other: other.step_seconds, format_seconds),
         number("most\nmemory", lambda other: max(other.memory_bytes, default=None), format_bytes, drop=1),

@@ -11,7 +11,7 @@ import typer
 
 from ..api.replan_options import ReplanOptions
 from ..api.solve_options import FrontierOptions, SweepOptions
-from ..cost_models.errors import ExportError, UsageError
+from ..cost_models.errors import UsageError
 from ..cost_models.machines import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.objectives.objective import ObjectiveOptions
@@ -231,51 +231,24 @@ def _show(plan: Plan, path: Path, *, details: bool) -> None:
     if details:
         print_plan(plan, console())
     else:
-        print_answer(plan, console(), _next_steps(plan, path))
+        print_answer(plan, console(), _next_step(plan, path))
 
 
-def _next_steps(plan: Plan, path: Path) -> str:
-    """The commands that may follow: those that do not refuse the plan."""
+def _next_step(plan: Plan, path: Path) -> str:
+    """Name the command that may follow: the export that does not refuse the plan, or what shows all of it."""
     from ..cost_models.runtime import RUNTIMES
-    from ..cost_models.schedules import find_schedule
     from ..cost_models.transformer.implementations import IMPLEMENTATIONS
-    from ..planner.plan_file import MOST_DRAWN_LAYERS
     from ..runtimes.choice import refusals
 
-    trains = plan.training is not None
-    runtimes = (
-        [IMPLEMENTATIONS[plan.training.implementation].runtimes[0]]
-        if plan.training is not None
-        else [
-            name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
-        ]
-    )
+    runtimes = [name for name, runtime in RUNTIMES.items() if not refusals(plan, runtime)]
+    if plan.training is not None:
+        runtimes = [IMPLEMENTATIONS[plan.training.implementation].runtimes[0]]
     # PyTorch's own comes first: it is installed, and a script of it trains as it is.
-    runtime = plan.runtime or ("torch" if "torch" in runtimes else runtimes[0] if runtimes else None)
+    runtime = plan.runtime or ("torch" if "torch" in runtimes else next(iter(runtimes), None))
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
-    verbs = {
-        "check": not trains and _is_checked(plan),
-        "explain": not trains and find_schedule(plan.schedule).synchronous,
-        f"export {runtime}": runtime is not None,
-        "report": len(plan.layer_names) <= MOST_DRAWN_LAYERS,
-        "show": True,
-    }
-    commands = [f"pplan {verb}{'' if newest else f' {path}'}" for verb, takes in verbs.items() if takes]
-    return f"Next: {', '.join(commands)} (all details)."
-
-
-def _is_checked(plan: Plan) -> bool:
-    """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
-    from ..cost_models.runtime import find_runtime
-    from ..runtimes.choice import choose
-    from ..runtimes.trainer_words import INSTEAD
-
-    try:
-        remark = choose(plan, find_runtime("torch"))[1]
-        return plan.profile.tensor_parallel == 1 and INSTEAD not in (remark or "")
-    except ExportError:
-        return False
+    verb = "show" if runtime is None else f"export {runtime}"
+    return f"Next: pplan {verb}{'' if newest else f' {path}'}"
 
 
 def _show_frontier(frontier: Frontier) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.solve_options import SweepOptions
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import (
+    format_batch,
     format_bytes,
     format_count,
     format_rate,
@@ -117,7 +118,8 @@ def _configuration(row: SweepRow) -> str:
         return row.reason or ""
     schedule = f"{row.schedule}, " if row.schedule != row.point.get("schedule", row.schedule) else ""
     recompute = (row.recompute or "").replace("_", "-")
-    return f"{schedule}{row.micro_batches} of {row.micro_batch_size}, recompute {recompute}"
+    batch = format_batch(row.micro_batches or 0, row.micro_batch_size or 0, short=True)
+    return f"{schedule}{batch}, recompute {recompute}"
 
 
 def as_csv(sweep: SweepResult) -> str:

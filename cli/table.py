@@ -14,6 +14,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .field_names import as_options
 from .streams import printable
@@ -203,6 +204,11 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print()
     for note in notes:
         line(console, f"Note: {note}")
+
+
+def height(console: Console, text: str) -> int:
+    """Number of lines that `line` prints on a terminal."""
+    return len(Text(printable(as_options(text))).wrap(console, console.width))
 
 
 def line(console: Console, text: str, style: str | None = None) -> None:

@@ -210,6 +210,11 @@ SAME = 1e-9
 """Share of a step by which another may differ and still take as long."""
 
 
+def format_batch(micro_batches: int, size: int, *, short: bool = False) -> str:
+    """`32 micro-batches x 8`: their number, and the samples of a whole one; `short`, in a table: `32 x 8`."""
+    return f"{micro_batches if short else format_count(micro_batches, 'micro-batch')} x {size}"
+
+
 def percent(share: float) -> str:
     """`0.0612` as `6.1 %`."""
     return f"{100 * share:.1f} %"

@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final, Literal
 
 from ..cost_models.errors import UsageError
+from ..cost_models.quantities import format_batch
 from ..cost_models.runtime import OFFLOAD, Runtime
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class PipelineConfig:
     def __str__(self) -> str:
         chunks = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         mode = _MUST.get(self.recompute) or self.recompute.replace("_", " ")
-        return f"{self.micro_batches} x {self.micro_batch_size}, {self.schedule}{chunks}, recompute {mode}"
+        batch = format_batch(self.micro_batches, self.micro_batch_size)
+        return f"{batch}, {self.schedule}{chunks}, recompute {mode}"
 
 
 def pipeline_configs(

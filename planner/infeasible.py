@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.quantities import either, format_bytes, format_count
+from ..cost_models.quantities import either, format_batch, format_bytes, format_count
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .batch_sizes import unmeasured_size
@@ -118,7 +118,7 @@ def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, is_least
     replicas = f", {stage['replicas']} replicas" if stage["replicas"] > 1 else ""
     return (
         f"stage {stage['number']} of {stage['stages']} ({stage['first_layer']} to {stage['last_layer']}"
-        f"{replicas}; {config.micro_batches} x {config.micro_batch_size}, {config.schedule}, "
+        f"{replicas}; {format_batch(config.micro_batches, config.micro_batch_size)}, {config.schedule}, "
         f"recompute {recompute}) "
         f"{'needs at least' if is_least else 'needs'} {format_bytes(stage['memory_bytes'])} "
         f"({', '.join(terms)}); {format_bytes(details['missing_bytes'])} are missing"

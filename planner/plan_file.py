@@ -45,6 +45,7 @@ from ..cost_models.memory import RECOMPUTES, check_stage_word, count_first_layer
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.quantities import (
     MOST_DEVICES,
+    format_batch,
     format_bytes,
     format_count,
     format_seconds,
@@ -83,7 +84,17 @@ ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
 RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
 
 
-_OF_TRAINING = frozenset({"degrees", "training", "update_seconds", "transfer_seconds"})
+_OF_TRAINING = frozenset(
+    {
+        "degrees",
+        "training",
+        "update_seconds",
+        "transfer_seconds",
+        "tokens_per_second_per_gpu",
+        "tflops_per_gpu",
+        "mfu",
+    }
+)
 
 
 class _PlanPart(Record):
@@ -116,6 +127,16 @@ class PlanShape(_PlanPart):
     def pipeline_stages(self) -> int:
         """Stages of the pipeline: devices, or groups of replicas."""
         return len(self.balance) // self.virtual_stages
+
+    @property
+    def batch(self) -> str:
+        """The micro-batches in words: `32 micro-batches x 8`."""
+        return format_batch(self.micro_batches, self.micro_batch_size)
+
+    @property
+    def short_batch(self) -> str:
+        """The same for a table: `32 x 8`."""
+        return format_batch(self.micro_batches, self.micro_batch_size, short=True)
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -246,7 +267,7 @@ class SharedWeight(Record):
     sum_seconds: PredictedSeconds = 0.0
 
 
-class Prediction(Record):
+class Prediction(_PlanPart):
     """What the simulator says of the plan, and what was proven of all plans of the searched space.
 
     `gap` is step_seconds / lower_bound_seconds - 1. `bound_covers` says in words which plans the bound holds
@@ -261,6 +282,9 @@ class Prediction(Record):
     `optimizer_seconds`: of the optimizer's own step, at the least: the bytes that it reads and writes on the
     device where that takes longest, at the bandwidth of its memory; None where no bandwidth is known. They
     come after step_seconds, which the search compares plans by without them.
+
+    `tokens_per_second_per_gpu`, `tflops_per_gpu` (10**12 FLOPs of the model a second) and `mfu`, the share of
+    the GPU's dense peak that these are: of a transformer's configuration, for each GPU that the plan uses.
     """
 
     step_seconds: StepSeconds
@@ -275,6 +299,9 @@ class Prediction(Record):
     low_seconds: StepSeconds | None = None
     high_seconds: StepSeconds | None = None
     optimizer_seconds: PredictedSeconds | None = None
+    tokens_per_second_per_gpu: Rate | None = None
+    tflops_per_gpu: Rate | None = None
+    mfu: Rate | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -549,8 +576,8 @@ class Plan(PlanShape, Document):
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
         return (
             f"<Plan of {self.model}: {format_count(self.pipeline_stages, 'stage')} of "
-            f"{layers} {'layer' if layers == '1' else 'layers'}, {self.schedule}, {self.micro_batches} x "
-            f"{self.micro_batch_size}, {format_seconds(self.prediction.step_seconds)} a step>"
+            f"{layers} {'layer' if layers == '1' else 'layers'}, {self.schedule}, {self.batch}, "
+            f"{format_seconds(self.prediction.step_seconds)} a step>"
         )
 
     def _repr_html_(self) -> str:
@@ -798,9 +825,10 @@ def plan_row(plan: ScoredPlan, **more: Any) -> PlanRow:
 
 
 def run_in_words(plan: ScoredPlan) -> str:
-    """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
+    """Its micro-batches, schedule and recomputation: `32 micro-batches x 8, 1f1b, recompute never`."""
     config = plan.config
     virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
     words = set(plan.recompute)
     mode = (words.pop() if len(words) == 1 else "by_stage").replace("_", " ")
-    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"
+    batch = format_batch(config.micro_batches, config.micro_batch_size)
+    return f"{batch}, {config.schedule}{virtual}, recompute {mode}"

@@ -184,7 +184,7 @@ def _remark(plan: Plan, runtime: Runtime, why: str, other: PlanRow) -> str:
     return (
         f"{why}{INSTEAD} its best "
         f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
-        f"{format_count(other.micro_batches, 'micro-batch')} of {other.micro_batch_size}, "
+        f"{other.batch}, "
         f"recompute {other.recompute}, {other.step_seconds:.4g} s a step "
         f"(the plan: {plan.prediction.step_seconds:.4g} s)."
     )

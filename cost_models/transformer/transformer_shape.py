@@ -207,6 +207,40 @@ class TransformerShape:
         idle = routed - routed // self.experts.number * self.experts.per_token
         return self.parameters() - sum(self.routed) * idle
 
+    def model_flops(self, sequence: int, predictors: int = 0) -> float:
+        """Count the floating-point operations that training on one sequence needs, forward and backward.
+
+        Each matrix of a block or a head multiplies every token that uses it, and attention multiplies queries
+        by keys and weights by values over the whole square of the sequence (a windowed block: its share of
+        it), causal or not. Backward takes twice forward. Recomputation, embeddings and passes over memory do
+        not count: these are the FLOPs of MFU (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B), and
+        for a GPT those of Narayanan et al., SC 2021, equation 3, without the recomputed forward.
+
+        Args:
+            sequence: Tokens of the sequence.
+            predictors: Multi-token predictors that are trained.
+        """
+        attention, vectors = self.attention, self.beside_matrices()
+        matrices = [
+            sum(self.attention_parameters()) - sum(vectors.attention) + self._used_matrices(routed)
+            for routed in self.routed
+        ]
+        head = self.hidden * self.vocabulary
+        used = sum(matrices) + head + predictors * (matrices[-1] + 2 * self.hidden**2 + head)
+        pairs = (self.blocks * self.attended_share(sequence) + predictors) * sequence**2
+        return 6.0 * (
+            used * sequence + pairs * attention.heads * (attention.head_width + attention.value_width)
+        )
+
+    def _used_matrices(self, routed: bool) -> int:
+        """Number of entries in the matrices of a feed-forward layer, or of experts, that a token uses."""
+        vectors = self.beside_matrices()
+        if not routed or self.experts is None:
+            return sum(self.feed_forward_parameters(False)) - sum(vectors.dense)
+        whole, shared, experts = self.feed_forward_parameters(True)
+        each = (experts - vectors.routed.routed) // self.experts.number * self.experts.per_token
+        return whole + shared - vectors.routed.whole - vectors.routed.shared + each
+
     def attention_parameters(self) -> LayerParameters:
         """Of a block's attention with its norms."""
         attention, hidden = self.attention, self.hidden

@@ -12,6 +12,7 @@ from ...cost_models.runtime import OFFLOAD
 from ...cost_models.text_files import sha256
 from ...cost_models.topology import Topology
 from ...cost_models.topology_file import to_toml
+from ...cost_models.transformer.kernel_table import TERA
 from ...cost_models.transformer.layer_table import StageEstimate
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import PassSeconds
@@ -65,6 +66,9 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
     )
     names = [name for name, _ in answer.shape.layers(options.predictors)]
     zero = max(each.zero for each in degrees if each)
+    samples_per_gpu = options.mini_batch / step / len({rank for stage in stages for rank in stage.devices})
+    flops = samples_per_gpu * answer.shape.model_flops(options.sequence, options.predictors)
+    limits = answer.costs.limits
     return Plan(
         **dict(shape),
         model=answer.shape.name,
@@ -86,6 +90,9 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
             gap=step / bound - 1,
             exact=step / bound - 1 <= 1.1 * SAME,  # the search counts from the step, a gap from the bound
             bound_covers=_coverage(answer),
+            tokens_per_second_per_gpu=samples_per_gpu * options.sequence,
+            tflops_per_gpu=flops / TERA,
+            mfu=flops / (limits.stated_flops or limits.flops),
         ),
         baselines=[_baseline(each) for each in answer.baselines],
         alternatives=[builder.alternative(each) for each in others],
@@ -267,5 +274,5 @@ def _baseline(baseline: DegreeBaseline) -> Baseline:
     if plan is None:
         return Baseline(name=baseline.name, step_seconds=None, reason=baseline.reason)
     shape, again = _shape(plan), block_recompute(plan.recompute, plan.recompute_blocks)
-    detail = f"{plan.degrees.describe()}; {shape.micro_batches} x {shape.micro_batch_size}, recompute {again}"
+    detail = f"{plan.degrees.describe()}; {shape.batch}, recompute {again}"
     return Baseline(name=baseline.name, step_seconds=plan.estimate.step_seconds, detail=detail)

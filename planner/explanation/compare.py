@@ -43,7 +43,8 @@ class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
     `estimate_seconds`: of the step as its planner counts it. `slower`: seconds a sample over those of the
-    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given."""
+    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given. The throughput of
+    a GPU is that of the plan's prediction, for a transformer's configuration."""
 
     name: str
     plan: PlanRow | None = None
@@ -52,6 +53,9 @@ class ComparisonRow(Record):
     slower: float | None = None
     estimate_seconds: float | None = None
     energy_joules: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
     reason: str = ""
 
     @property
@@ -121,6 +125,9 @@ def compare_plans(
             _proven_bound(plan, [*bounds, searched] if plan is first and context is not None else bounds),
             bubble=plan.prediction.bubble,
             energy_joules=energy if plan is first else None,
+            tokens_per_second_per_gpu=plan.prediction.tokens_per_second_per_gpu,
+            tflops_per_gpu=plan.prediction.tflops_per_gpu,
+            mfu=plan.prediction.mfu,
         )
         for name, plan in plans_by_name
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from ..cost_models.optimizers import find_optimizer
@@ -9,6 +10,7 @@ from ..cost_models.quantities import (
     compare_steps,
     describe_gap,
     format_amount,
+    format_batch,
     format_bytes,
     format_count,
     format_rate,
@@ -23,6 +25,7 @@ from ..planner.plan_degrees import StageDegrees, TransformerTraining
 from ..planner.plan_file import (
     TIE,
     Aim,
+    DefaultMiniBatch,
     OtherMiniBatch,
     Plan,
     Prediction,
@@ -30,46 +33,56 @@ from ..planner.plan_file import (
 
 
 def short_summary(plan: Plan) -> list[str]:
-    """The step, what it is made of, and its proof with the plans that it is about."""
-    if plan.training is not None:
-        return [*_training_lines(plan, plan.training), _proof(plan)]
-    prediction, replicas = plan.prediction, set(plan.replicas)
-    interval, least = step_interval(prediction), prediction.optimizer_seconds
-    batch = describe_batch(
-        plan.mini_batch, plan.micro_batch_size, replicas.pop() if len(replicas) == 1 else 1
-    )
-    update = "" if least is None else f", {format_seconds(least)} or more,"
-    return [
-        f"Step {format_seconds(prediction.step_seconds)}{f' ({interval})' if interval else ''}, "
-        f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
-        f"Global batch {batch}; schedule {plan.schedule}; recompute {_recompute(plan)}; optimizer "
-        f"{plan.optimizer} (its own step{update} not counted){_states(plan)}.",
-        _proof(plan),
-    ]
+    """Summarize how the plan trains, and what was proven of it, in two sentences."""
+    return [f"{_batch_line(plan)}{_chosen_batch(plan)}; {_setting(plan)}.", _proof(plan, with_space=False)]
 
 
-def _training_lines(plan: Plan, training: TransformerTraining) -> list[str]:
-    """Lines on the step and the training of a plan from a configuration."""
+def summary_lines(plan: Plan) -> list[str]:
+    """Add the plans that the proof covers, where the step's time goes, and the devices."""
+    lines = [f"{_batch_line(plan)}; {_setting(plan)}.", *_update_lines(plan), _proof(plan, with_space=True)]
+    if plan.searched not in ("", plan.prediction.bound_covers) and not plan.is_fixed_partition:
+        lines.append(f"Searched: {plan.searched}")
+    return [*lines, f"Devices: {plan.topology}"] if plan.topology else lines
+
+
+def _batch_line(plan: Plan) -> str:
+    replicas = [plan.degrees.data] if plan.degrees else plan.replicas
+    tokens = f" of {plan.training.sequence} tokens" if plan.training else ""
+    return f"Global batch {describe_batch(plan.mini_batch, plan.micro_batch_size, replicas)}{tokens}"
+
+
+def _setting(plan: Plan) -> str:
+    """Describe schedule, recomputation and number formats."""
+    schedule = f"{plan.schedule}, bubble {percent(plan.prediction.bubble)}"
+    if (training := plan.training) is None:
+        least = plan.prediction.optimizer_seconds
+        update = "" if least is None else f", {format_seconds(least)} or more,"
+        return (
+            f"{schedule}; recompute {_recompute(plan)}; {plan.optimizer} (its own step{update} not counted)"
+            f"{_states(plan)}"
+        )
     from ..cost_models.transformer.weight_update import NUMERIC_FORMATS  # most plans are of a profile
 
-    prediction, stages = plan.prediction, plan.stages
-    update = max(stage.update_seconds or 0.0 for stage in stages)
-    replicas = plan.degrees.data if plan.degrees else 1
-    predictors = ""
+    virtual = f", {plan.virtual_stages} virtual stages a device" if plan.virtual_stages > 1 else ""
+    most = max(stage.host_bytes or 0 for stage in plan.stages)
+    host = f", up to {format_bytes(most)} a GPU in the host's memory, pinned" if most else ""
+    last, predictors = len(plan.stages) - 1, ""
     if training.predictors and plan.degrees:
-        last = len(stages) - 1
         count = format_count(training.predictors, "multi-token predictor")
         predictors = f"; {count} on stage {last - plan.degrees.predictor_offset} of 0 to {last}"
-    virtual = f" of {plan.virtual_stages} virtual stages a device" if plan.virtual_stages > 1 else ""
-    most = max(stage.host_bytes or 0 for stage in stages)
-    host = f"; up to {format_bytes(most)} a GPU in the host's memory, pinned" if most else ""
+    words = f"recompute {_recompute_words(plan)}{host}"
+    return f"{schedule}{virtual}; {words}; {NUMERIC_FORMATS}{predictors}"
+
+
+def _update_lines(plan: Plan) -> list[str]:
+    """Split the step of a plan from a configuration into its pipeline and what follows it."""
+    if plan.training is None:
+        return []
+    step, update = plan.prediction.step_seconds, max(stage.update_seconds or 0.0 for stage in plan.stages)
     return [
-        f"Step {format_seconds(prediction.step_seconds)}: pipeline "
-        f"{format_seconds(prediction.step_seconds - update)}, gradients and update {format_seconds(update)}; "
-        f"bubble {percent(prediction.bubble)}.",
-        f"Global batch {describe_batch(plan.mini_batch, plan.micro_batch_size, replicas)} sequences of "
-        f"{training.sequence} tokens; schedule {plan.schedule}{virtual}; recompute {_recompute_words(plan)}"
-        f"{host}; in {NUMERIC_FORMATS}{predictors}.",
+        f"The pipeline takes {format_seconds(step - update)}, gradients and update {format_seconds(update)}; "
+        f"{three_digits(plan.prediction.samples_per_second)} samples/s, "
+        f"{format_amount(plan.mini_batch * plan.training.sequence / step)} tokens/s on all GPUs."
     ]
 
 
@@ -87,24 +100,12 @@ def describe_degrees(plan: Plan) -> str:
 
 def plan_setting(plan: Plan) -> str:
     """Describe degrees, micro-batches and recomputation of a plan from a configuration."""
-    replicas = plan.degrees.data if plan.degrees else 1
-    return (
-        f"{describe_degrees(plan)}, {format_count(plan.micro_batches, 'micro-batch')} of "
-        f"{plan.micro_batch_size // replicas}, recompute {_recompute_words(plan)}"
-    )
+    return f"{describe_degrees(plan)}, {plan.batch}, recompute {_recompute_words(plan)}"
 
 
 def _recompute_words(plan: Plan) -> str:
     words = dict.fromkeys(own.recompute.replace("_", " ") for own in plan_degrees(plan))
     return " or ".join(words)
-
-
-def summary_lines(plan: Plan) -> list[str]:
-    """The same with the searched space where the proof is about other plans, and the devices."""
-    lines = short_summary(plan)
-    if plan.searched not in ("", plan.prediction.bound_covers) and not plan.is_fixed_partition:
-        lines.append(f"Searched: {plan.searched}")
-    return [*lines, f"Devices: {plan.topology}"] if plan.topology else lines
 
 
 def _recompute(plan: Plan) -> str:
@@ -117,13 +118,28 @@ def _recompute(plan: Plan) -> str:
     return f"{word}, {offload} of {len(words)} stages offload{'s' if offload == 1 else ''} to the host{rate}"
 
 
-def describe_batch(mini_batch: int, micro_batch_size: int, replicas: int) -> str:
-    """`256 = 32 micro-batches x 8 replicas x 1`; of replicas that do not share evenly `256 = 32
-    micro-batches x 8`."""
-    batch = f"{mini_batch} = {format_count(mini_batch // micro_batch_size, 'micro-batch')}"
-    if replicas > 1 and micro_batch_size % replicas == 0:
-        return f"{batch} x {replicas} replicas x {micro_batch_size // replicas}"
-    return f"{batch} x {micro_batch_size}"
+def describe_batch(mini_batch: int, micro_batch_size: int, replicas: Sequence[int]) -> str:
+    """Describe a global batch; replicas that share micro-batches evenly with their part of one.
+
+    >>> describe_batch(256, 8, [1])
+    '256 = 32 micro-batches x 8 per micro-batch'
+    >>> describe_batch(256, 8, [4])
+    '256 = 32 micro-batches x 8 per micro-batch (4 replicas x 2)'
+    >>> describe_batch(256, 8, [3, 1])
+    '256 = 32 micro-batches x 8 per micro-batch (3-1 replicas)'
+    """
+    batch = f"{mini_batch} = {format_batch(mini_batch // micro_batch_size, micro_batch_size)} per micro-batch"
+    counts = set(replicas)
+    if counts == {1} or (len(counts) > 1 and len(replicas) > _MOST_REPLICAS):
+        return batch
+    if len(counts) == 1 and micro_batch_size % replicas[0] == 0:
+        return f"{batch} ({replicas[0]} replicas x {micro_batch_size // replicas[0]})"
+    each = replicas[:1] if len(counts) == 1 else replicas
+    return f"{batch} ({'-'.join(map(str, each))} replicas)"
+
+
+_MOST_REPLICAS = 8
+"""Stages whose unequal replicas are listed."""
 
 
 def _states(plan: Plan) -> str:
@@ -161,13 +177,13 @@ _LEAST_ERROR = 0.01
 """Error of the layers' sum from which on it is printed."""
 
 
-def _proof(plan: Plan) -> str:
-    """What was proven of the step; under an objective, of what is aimed at, too, each with its plans."""
+def _proof(plan: Plan, *, with_space: bool) -> str:
+    """State what was proven of the step and of an objective, `with_space`: each with its plans."""
     if plan.is_fixed_partition:
         return "No other partition was looked at: pplan solve finds the best."
     prediction, aim = plan.prediction, plan.objective
     bound = format_seconds(prediction.lower_bound_seconds)
-    covers = f" ({prediction.bound_covers})" if prediction.bound_covers else ""
+    covers = f" ({prediction.bound_covers})" if prediction.bound_covers and with_space else ""
     if aim is None and prediction.exact:
         return f"Optimal in the search space{covers}: none of these plans is faster."
     if aim is None:
@@ -176,7 +192,7 @@ def _proof(plan: Plan) -> str:
     if not aim.lower_bound:
         return f"Best found; not proven: {aim.detail}. Proven: no plan of the search space{covers} {faster}."
     about = "; ".join(part for part in (aim.covers, aim.detail) if part)
-    among, step = f" ({about})" if about else "", f"Proven: none of these plans {faster}"
+    among, step = f" ({about})" if about and with_space else "", f"Proven: none of these plans {faster}"
     if aim.exact:
         return f"Optimal in the search space{among}: none of these plans has less. {step}."
     gap = describe_gap(aim.value / aim.lower_bound - 1, _amount(aim, aim.lower_bound))
@@ -197,10 +213,16 @@ OBJECTIVES = {
 }
 
 
-def answer_lines(plan: Plan) -> list[str]:
-    """The answer in one line, and the lines that qualify it; a faster baseline stands in the first two."""
+def answer_lines(plan: Plan, *, short: bool = False) -> list[str]:
+    """Answer in one line, and qualify it in others; a faster baseline stands in the first two.
+
+    Args:
+        plan: The plan.
+        short: Leave out how the global batch was chosen.
+    """
     answer, *further_lines = _answer(plan)
-    return [answer, *_unsearched_lines(plan), *_batch_lines(plan), *further_lines]
+    batch = [] if short else _batch_lines(plan)
+    return [answer, *_unsearched_lines(plan), *batch, *further_lines]
 
 
 def _degree_answer(plan: Plan, training: TransformerTraining) -> list[str]:
@@ -212,17 +234,33 @@ def _degree_answer(plan: Plan, training: TransformerTraining) -> list[str]:
         if (base.step_seconds or inf) < step * (1 - TIE)
     ]
     among = f" of those allowed ({min(faster)[1]} is faster)" if faster else ""
-    tokens = format_amount(plan.mini_batch * training.sequence / step)
     name = f"{name[:1].upper()}{name[1:]}"
-    figures = f"{_step_figures(step, plan.prediction.samples_per_second)}, {tokens} tokens/s"
     sizes = f"{format_amount(training.parameters)} parameters"
     if training.has_experts:
         sizes += f", of which a token uses {format_amount(training.active_parameters)}"
     return [
-        f"{name} is the fastest found{among} on {format_count(plan.device_count, 'GPU')}: {figures}.",
+        f"{name} is the fastest found{among} on {format_count(plan.device_count, 'GPU')}: "
+        f"{_plan_figures(plan)}.",
         f"{plan.model}, {format_count(training.blocks, 'block')}, {sizes}; seconds and bytes are estimated "
         f"for {training.implementation}'s code.",
     ]
+
+
+def describe_utilization(prediction: Prediction) -> str:
+    """Describe what a GPU computes: `MFU 41.2 %, 129 TFLOP/s and 2650 tokens/s a GPU`; empty if not known."""
+    if prediction.mfu is None or prediction.tflops_per_gpu is None:
+        return ""
+    tokens = format_amount(prediction.tokens_per_second_per_gpu or 0.0)
+    flops = three_digits(prediction.tflops_per_gpu)
+    return f"MFU {percent(prediction.mfu)}, {flops} TFLOP/s and {tokens} tokens/s a GPU"
+
+
+def _plan_figures(plan: Plan) -> str:
+    """Return the step of the plan with its interval, and what it computes."""
+    prediction = plan.prediction
+    interval, step = step_interval(prediction), f"{format_seconds(prediction.step_seconds)} a step"
+    rate = describe_utilization(prediction) or f"{three_digits(prediction.samples_per_second)} samples/s"
+    return f"{step}{f' ({interval})' if interval else ''}, {rate}"
 
 
 def _answer(plan: Plan) -> list[str]:
@@ -233,8 +271,8 @@ def _answer(plan: Plan) -> list[str]:
         best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
         scope = "" if aim.exact else " of those scored"
         value = _amount(aim, aim.value) + (" on the fullest device" if aim.unit == "bytes" else "")
-        return [f"{what} {best}{scope}: {value}; {format_seconds(prediction.step_seconds)} a step."]
-    figures = _step_figures(prediction.step_seconds, prediction.samples_per_second)
+        return [f"{what} {best}{scope}: {value}; {_plan_figures(plan)}."]
+    figures = _plan_figures(plan)
     if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
     if plan.is_replanned:
@@ -337,19 +375,26 @@ def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    """Lines on how the global batch was chosen where none was given, with the steps of half and twice of
-    it."""
+    """Say how the global batch was chosen where none was given, with the steps of half and twice of it."""
     default = plan.default_mini_batch
     if default is None:
         return []
-    samples, sharers = default.samples_per_device, plan.profile.tensor_parallel
-    about = "" if plan.mini_batch / (plan.gpus or 1) == samples else "about "
-    device = plan.device_kind if sharers == 1 else f"group of {sharers} {plan.device_kind}s"
-    each = f"{about}{format_count(samples, 'sample')} a {device}"
     others = "half and twice of it were not tried (`mini_batch` sets another)"
     if default.others:
         others = f"{'; '.join(map(_other_batch, default.others))} (`mini_batch`)"
-    return [f"Global batch {plan.mini_batch}, {each}, as none was given; {others}."]
+    return [f"Global batch {plan.mini_batch}, {_samples_each(plan, default)}, as none was given; {others}."]
+
+
+def _samples_each(plan: Plan, default: DefaultMiniBatch) -> str:
+    samples, sharers = default.samples_per_device, plan.profile.tensor_parallel
+    about = "" if plan.mini_batch / (plan.gpus or 1) == samples else "about "
+    device = plan.device_kind if sharers == 1 else f"group of {sharers} {plan.device_kind}s"
+    return f"{about}{format_count(samples, 'sample')} a {device}"
+
+
+def _chosen_batch(plan: Plan) -> str:
+    default = plan.default_mini_batch
+    return f", {_samples_each(plan, default)} (or set `mini_batch`)" if default else ""
 
 
 def _other_batch(other: OtherMiniBatch) -> str:

@@ -85,8 +85,8 @@ def test_the_answer(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pp", "4", "--virtual-stages", "4"], "schedule interleaved of 4 virtual stages a device"),
-        (["--pp", "4", "--virtual-stages", "1"], "schedule 1f1b;"),
+        (["--pp", "4", "--virtual-stages", "4"], ", 4 virtual stages a device;"),
+        (["--pp", "4", "--virtual-stages", "1"], "; 1f1b, bubble "),
         (["--pp", "2", "--recompute", "selective"], "recompute selective;"),
     ],
 )

@@ -403,7 +403,7 @@ def test_the_optimizers_step_is_named_where_it_is_long(zero: int, share: int, ma
     plan = solved(with_parameters(chain, per_layer), two, **options)
     own = 28 * 6 * per_layer / 4 / share / H100_BANDWIDTH
     assert plan.prediction.optimizer_seconds == pytest.approx(own)
-    said = f"optimizer adam (its own step, {format_seconds(own)} or more, not counted)"
+    said = f"adam (its own step, {format_seconds(own)} or more, not counted)"
     assert said in "\n".join(summary_lines(plan))
     (note,) = optimizer_notes(plan)
     assert f"takes its memory of 3.35 TB/s {format_seconds(own)} or more" in note
@@ -413,4 +413,4 @@ def test_the_optimizers_step_is_named_where_it_is_long(zero: int, share: int, ma
     unknown = solved(with_parameters(chain, per_layer), other, **options)
     assert not optimizer_notes(unknown)
     assert unknown.prediction.optimizer_seconds is None
-    assert "optimizer adam (its own step not counted)" in "\n".join(summary_lines(unknown))
+    assert "adam (its own step not counted)" in "\n".join(summary_lines(unknown))

@@ -36,8 +36,7 @@ def summary_text(plan: PlanRow | None, reason: str = "none fits") -> str:
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     replicas = f", replicas {'-'.join(map(str, islice(plan.replicas, 16)))}" if max(plan.replicas) > 1 else ""
     again = "" if plan.recompute == "never" else f", recompute {plan.recompute.replace('_', '-')}"
-    batches = f"{plan.micro_batches} x {plan.micro_batch_size}"
-    return f"{balance}{replicas}, {batches}, {plan.schedule}{again}"
+    return f"{balance}{replicas}, {plan.batch}, {plan.schedule}{again}"
 
 
 def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
@@ -153,7 +152,7 @@ def frontier_table(frontier: Frontier) -> PageTable:
 def _configuration(point: Point) -> str:
     plan = point.plan
     recompute = plan.recompute.replace("_", "-")
-    return f"{plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}, recompute {recompute}"
+    return f"{plan.batch}, {plan.schedule}, recompute {recompute}"
 
 
 def check_tables(check: Check) -> Iterator[PageTable]:

@@ -260,5 +260,9 @@ def figure_list(plan: Plan) -> Iterator[tuple[str, str]]:
     interval = step_interval(predicted)
     yield "step", f"{format_seconds(predicted.step_seconds)}{f' ({interval})' if interval else ''}"
     yield "samples/s", three_digits(predicted.samples_per_second)
+    if predicted.mfu is not None:
+        yield "MFU", percent(predicted.mfu)
+        yield "TFLOP/s a GPU", three_digits(predicted.tflops_per_gpu or 0.0)
+        yield "tokens/s a GPU", three_digits(predicted.tokens_per_second_per_gpu or 0.0)
     yield "bubble", percent(predicted.bubble)
     yield "proven bound", format_seconds(predicted.lower_bound_seconds)
