@@ -3,6 +3,8 @@ change it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from ..planner.explanation.step_limits import KINDS, PathShare, StepLimits
 from ..planner.plan_file import PlanRow
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
-MOST_PLACES = 10
+MOST_PLACES = 5
 """Rows of the critical path, the largest first."""
 LEAST_SHARE = 1e-3
 """Share of the step from which on a place is a row of its own."""
@@ -44,12 +46,13 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
 
 
 def answer_lines(explanation: Explanation) -> list[str]:
-    """What limits the plan, in words."""
-    limits, plan = explanation.limits, explanation.plan
-    main, busiest = max(limits.kinds, key=lambda share: share.seconds), limits.busiest
+    """Say what limits the plan."""
+    limits, plan, busiest = explanation.limits, explanation.plan, explanation.limits.busiest
+    kinds = sorted(limits.kinds, key=lambda share: -share.seconds)
+    waits = [f"{percent(own.share)} for {KINDS[own.kind]}" for own in kinds if own.share >= LEAST_SHARE]
     lines = [
-        f"A step of {explanation.model} takes {format_seconds(plan.step_seconds)}: "
-        f"{percent(main.share)} of it waits for {KINDS[main.kind]}.",
+        f"A step of {explanation.model} takes {format_seconds(plan.step_seconds)} and waits "
+        f"{', '.join(waits)}.",
         f"The plan: {describe_plan(plan)}.",
         f"{_capitalized(stage_name(plan, busiest.stage))} is the busiest: it is at work for "
         f"{percent(busiest.busy)} of it.",
@@ -103,7 +106,7 @@ def describe_plan(plan: PlanRow) -> str:
         parts.append(f"{plan.virtual_stages} virtual stages each")
     if max(plan.replicas) > 1:
         parts.append(f"replicas {'-'.join(map(str, islice(plan.replicas, 16)))}")
-    parts += [f"{plan.micro_batches} x {plan.micro_batch_size}", plan.schedule]
+    parts += [plan.batch, plan.schedule]
     if plan.recompute != "never":
         parts.append(f"recompute {plan.recompute.replace('_', '-')}")
     return ", ".join(parts)
@@ -122,23 +125,21 @@ def describe_other(other: PlanRow, plan: PlanRow) -> str:
 
 
 def _print_path(limits: StepLimits, plan: PlanRow, console: Console) -> None:
-    shares = [share for share in limits.places[:MOST_PLACES] if share.share >= LEAST_SHARE]
-    remaining_places = limits.places[len(shares) :]
-    rows = [(_where(share, plan), KINDS[share.kind], share.seconds, share.share) for share in shares]
-    if remaining_places:
-        sums = (
-            sum(share.seconds for share in remaining_places),
-            sum(share.share for share in remaining_places),
-        )
-        rows.append((f"{len(remaining_places)} more", "", *sums))
-    kinds = [("all", KINDS[share.kind], share.seconds, share.share) for share in limits.kinds]
+    """Print the places that the step waits for longest, where there are several."""
+    shares = [share for share in limits.places if share.share >= LEAST_SHARE]
+    rows = [(_where(own, plan), KINDS[own.kind], own.seconds, own.share) for own in shares[:MOST_PLACES]]
+    if len(rows) < 2:
+        return
+    if others := shares[MOST_PLACES:]:
+        sums = (sum(own.seconds for own in others), sum(own.share for own in others))
+        rows.append((f"{len(others)} more", "-", *sums))
     columns: list[Column[tuple[str, str, float, float]]] = [
         word("where", lambda row: row[0]),
         text("what", lambda row: row[1], min_width=12),
         number("time", lambda row: row[2], format_seconds),
         number("of the step", lambda row: row[3], percent),
     ]
-    print_table(console, columns, rows, kinds, title="Critical path: what the step waits for")
+    print_table(console, columns, rows, title="Critical path: what the step waits for")
 
 
 def _where(share: PathShare, plan: PlanRow) -> str:
@@ -167,59 +168,72 @@ def _print_runner_ups(explanation: Explanation, console: Console) -> None:
     if explanation.as_fast is not None:
         rivals.insert(0, _OtherPlan("as fast", explanation.as_fast, "", None))
     names: Column[_OtherPlan] = text("differs in", lambda row: row.name, min_width=12)
-    print_table(console, [names, *_other_plans(explanation.plan)], rivals, title="Runner-up plans")
+    _print_others(names, rivals, explanation.plan, console, title="Runner-up plans")
 
 
 def _print_what_if(explanation: Explanation, console: Console) -> None:
-    changes = [
-        _OtherPlan(row.change, row.plan, row.reason, None if row.plan is None else row.proven)
-        for row in explanation.what_if
-    ]
+    changes = [_OtherPlan(row.change, row.plan, row.reason, row.proven) for row in explanation.what_if]
+    summary = explanation.plan
+    same = [row for row in changes if row.plan and _is_same(row.plan, summary)]
     names: Column[_OtherPlan] = word("change", lambda row: row.name)
-    columns = [names, *_other_plans(explanation.plan)]
-    print_table(console, columns, changes, title="What-if (one change at a time)")
+    others = [row for row in changes if row not in same]
+    _print_others(names, others, summary, console, title="What-if (one change at a time)")
+    if same:
+        line(console, f"As fast as now: {', '.join(row.name for row in same)}.")
 
 
-def _other_plans(summary: PlanRow) -> list[Column[_OtherPlan]]:
-    def step(row: _OtherPlan) -> float | None:
-        return None if row.plan is None else row.plan.step_seconds
+def _is_same(other: PlanRow, summary: PlanRow) -> bool:
+    return abs(other.step_seconds - summary.step_seconds) < WORTH * summary.step_seconds
 
-    return [
-        number("step", step, format_seconds),
-        text("vs. this plan", step, lambda other: compare_percent(other, summary.step_seconds), min_width=10),
+
+def _print_others(
+    names: Column[_OtherPlan], rows: Sequence[_OtherPlan], summary: PlanRow, console: Console, *, title: str
+) -> None:
+    """Print a table of the plans, and a line with what has none."""
+    pairs = [(row, row.plan) for row in rows if row.plan is not None]
+    columns: list[Column[tuple[_OtherPlan, PlanRow]]] = [
+        replace(names, cell=lambda pair: names.cell(pair[0])),
+        number("step", lambda pair: pair[1].step_seconds, format_seconds),
         text(
-            "the best plan found",
-            lambda row: row.reason if row.plan is None else describe_other(row.plan, summary),
-            min_width=20,
+            "vs. this plan",
+            lambda pair: compare_percent(pair[1].step_seconds, summary.step_seconds),
+            min_width=10,
         ),
-        word("proven", lambda row: row.proven, lambda proven: "yes" if proven else "no", drop=1),
+        text("the best plan found", lambda pair: describe_other(pair[1], summary), min_width=20),
+        word("proven", lambda pair: pair[0].proven, lambda proven: "yes" if proven else "no", drop=1),
     ]
+    if pairs:
+        print_table(console, columns, pairs, title=title)
+    if none := [f"{row.name}: {row.reason}" for row in rows if row.plan is None]:
+        line(console, f"Without a plan: {'; '.join(none)}.")
 
 
 def _print_sensitivity(explanation: Explanation, console: Console) -> None:
     plan = explanation.plan
-    rows = [
-        (sensitivity, turn, _factor_text(sensitivity, turn, end, direction))
-        for sensitivity in explanation.holds
-        for turn, end, direction in (
-            (sensitivity.below, sensitivity.least, "down"),
-            (sensitivity.above, sensitivity.most, "up"),
-        )
-    ]
-    stable = [f"{_describe_quantity(own)} {words}" for own, turn, words in rows if turn is None]
-    rows = [row for row in rows if row[1] is not None]
-    columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
+    rows = [(own, turn) for own in explanation.holds for turn in (own.below, own.above) if turn is not None]
+    stable = [words for own in explanation.holds if (words := _stable_range(own))]
+    columns: list[Column[tuple[Sensitivity, Crossover]]] = [
         text("what", lambda row: _describe_quantity(row[0]), min_width=14),
-        text("from", lambda row: row[2], min_width=10),
-        text("better plan", lambda row: row[1] and describe_other(row[1].rival, plan), min_width=20),
-        number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
-        number("the plan's", lambda row: row[1] and format_seconds(row[1].plan_seconds), drop=2),
+        text("from", lambda row: _factor(row[1].factor, row[0]), min_width=10),
+        text("better plan", lambda row: describe_other(row[1].rival, plan), min_width=20),
+        number("its step", lambda row: row[1].rival.step_seconds, format_seconds, drop=1),
+        number("the plan's", lambda row: row[1].plan_seconds, format_seconds, drop=2),
     ]
     title = f"Sensitivity: where another plan is better by more than {percent(WORTH)}"
     if rows:
         print_table(console, columns, rows, title=title)
     if stable:
-        line(console, f"No better plan was found in these ranges: {'; '.join(stable)}.")
+        line(console, f"No better plan was found with {'; '.join(stable)}.")
+
+
+def _stable_range(own: Sensitivity) -> str:
+    """Describe how far the quantity was varied without finding a better plan; empty where it was not."""
+    ends = [
+        f"{direction} to {_factor(end, own)}"
+        for direction, end, turn in (("down", own.least, own.below), ("up", own.most, own.above))
+        if turn is None and abs(end - 1) > SAME
+    ]
+    return f"{_describe_quantity(own)} {' or '.join(ends)}" if ends else ""
 
 
 def _describe_quantity(sensitivity: Sensitivity) -> str:
@@ -229,17 +243,9 @@ def _describe_quantity(sensitivity: Sensitivity) -> str:
     return f"{sensitivity.what} ({first})" if first == last else f"{sensitivity.what} ({first} to {last})"
 
 
-def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, direction: str) -> str:
-    """The factor from which on another plan is better, or how far was searched without finding one."""
-    of_layers = sensitivity.first_layer is not None
-    if turn is None:
-        return f"{direction} to {_factor(end, of_layers)}"
-    return _factor(turn.factor, of_layers)
-
-
-def _factor(factor: float, of_layers: bool) -> str:
-    """A factor as text: an error of measured seconds, or a multiple of a bandwidth."""
-    if of_layers:
+def _factor(factor: float, own: Sensitivity) -> str:
+    """Describe a factor: an error of measured seconds, or a multiple of a bandwidth."""
+    if own.first_layer is not None:
         return f"{100 * (factor - 1):+.0f} %"
     return f"x {factor:.2g}" if factor >= 1 else f"/ {1 / factor:.2g}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -25,18 +25,26 @@ from ..plan_simulation import place_plan
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import SearchResult, search
-from ..search.budget import WORK_A_SECOND
+from ..search.budget import WORK_A_SECOND, SearchBudget
 from ..search.family import Family
 from ..search.space import Space
 
 
 @dataclass(frozen=True)
 class ExplainContext:
-    """A plan as it stands (`present`), and its problem, for the joint search. `fits`: into the memory."""
+    """A plan as it stands (`present`), and its problem, for the joint search.
+
+    `fits`: into the memory. `budget`: processor time for all searches, none of which begins when it is over.
+    """
 
     problem: Problem
     present: ScoredPlan
     fits: bool
+    budget: SearchBudget = field(default_factory=lambda: SearchBudget(seconds=MOST_SECONDS))
+
+    def within(self, share: float) -> ExplainContext:
+        """Return the same with a share of the processor time that is left."""
+        return replace(self, budget=self.budget.part(share=share))
 
     @property
     def assembly(self) -> Assembly:
@@ -110,6 +118,8 @@ def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     return simulate(assembly.program, assembly.costs())
 
 
+MOST_SECONDS = 6.0
+"""Processor time of an explanation, after which no further search begins."""
 SECONDS = 1.0
 """Time limit of the search for each answer, as `PlanOptions.time_limit`."""
 OTHERS_LONGER = 4

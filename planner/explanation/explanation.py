@@ -22,6 +22,7 @@ from ..plan_file import TIE, Plan, PlanRow, plan_row
 from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import (
+    MOST_SECONDS,
     SECONDS,
     ExplainContext,
     make_context,
@@ -49,6 +50,8 @@ class WhatIf(Record):
 
 Change = Callable[[Problem], Problem]
 Part = TypeVar("Part")
+_RIVALS_SHARE, _SENSITIVITIES_SHARE = 0.35, 0.5
+"""Shares of the processor time that is then left."""
 _SEARCHES = 23
 """Those of a plan on several nodes: the plan's, its limits', four of runners-up, three times four of
 sensitivities, five of what-ifs (six where it waits for launches)."""
@@ -69,12 +72,15 @@ def solve_what_ifs(
     ]
     if len(topology.kinds) == 1:
         more = count_more(topology)
-        changes.insert(0, (_more_in_words(plan, more), lambda p: _with_more(p, more)))
+        per_node = topology.gpus_per_node if len(topology.levels) > 1 else 0
+        changes.insert(0, (_more_in_words(plan, more, per_node), lambda p: _with_more(p, more)))
     if set(context.present.recompute) - {"never", OFFLOAD} and _may_offload(context.problem):
         changes.append((f"recompute {OFFLOAD}", lambda p: _recomputing(p, OFFLOAD)))
     if launches:
         changes.append(("launches in no time", without_launches))
     for words, change in changes:
+        if context.budget.over:
+            return
         with suppress(UsageError):  # the runtime or the levels do not allow it
             yield _solve_what_if(context, seeds, words, change)
 
@@ -92,15 +98,26 @@ def _solve_what_if(
 
 
 def count_more(topology: Topology) -> int:
-    """Return the fewest devices that a machine can have more: one, or a server where those there are full."""
-    is_full = len(topology.levels) > 1 and topology.gpus % topology.gpus_per_node == 0
-    return topology.gpus_per_node if is_full else 1
+    """Return how many more devices the next larger machine has.
+
+    Part of a server gets one more, several servers are filled or get another one. Where all devices are
+    joined alike, eight or more get as many again.
+    """
+    gpus, size = topology.gpus, topology.gpus_per_node
+    if len(topology.levels) == 1:
+        return gpus if gpus >= _MANY_ALIKE else 1
+    return 1 if gpus < size else size - gpus % size
 
 
-def _more_in_words(plan: Plan, more: int) -> str:
+_MANY_ALIKE = 8
+
+
+def _more_in_words(plan: Plan, more: int, per_node: int) -> str:
     sharers, device = plan.profile.tensor_parallel, plan.device_kind
-    if more > 1:
+    if more == per_node > 1:
         return f"one more server of {more * sharers} {device}s"
+    if more > 1:
+        return f"{more * sharers} more {device}s"
     return f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s"
 
 
@@ -187,12 +204,14 @@ def explain_plan(
     limits = find_limits(context, seeds)
     add(1)
     busiest = limits.busiest.stage
-    rivals = runners_up(context, seeds, busiest)
+    rivals = runners_up(context.within(_RIVALS_SHARE), seeds, busiest)
     add(4)
     pool = [*seeds, *rivals.plans]
     launches = any(share.kind == "host" for share in limits.kinds)
-    holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
-    changed = solve_what_ifs(context, pool, plan, launches=launches)
+    holds = list[Sensitivity]()
+    if better is None and context.fits:
+        holds = list(each(sensitivities(context.within(_SENSITIVITIES_SHARE), pool, busiest), 4))
+    changed = list(each(solve_what_ifs(context, pool, plan, launches=launches), 1))
     return Explanation(
         model=plan.model,
         plan=plan_row(present),
@@ -202,8 +221,8 @@ def explain_plan(
         second_best=rivals.second_best,
         as_fast=None if rivals.as_fast is None else plan_row(rivals.as_fast),
         other_stages=rivals.other_stages,
-        holds=list(each(holds, 4)),
-        what_if=list(each(changed, 1)),
+        holds=holds,
+        what_if=changed,
         current=split,
         notes=_notes(context, plan),
     )
@@ -226,6 +245,11 @@ _AIMS = {
 def _notes(context: ExplainContext, plan: Plan) -> list[str]:
     step, predicted = context.present.step_seconds, plan.prediction.step_seconds
     notes = [] if context.fits else ["the plan does not fit into the memory of its devices"]
+    if context.budget.was_interrupted:
+        notes.append(
+            f"other plans were searched for {MOST_SECONDS:g} s of processor time: runner-up plans may be "
+            "missing, and bandwidths, times and changes that are not listed were not tried"
+        )
     if plan.sharing:
         sharers = plan.profile.tensor_parallel
         words = "one device has a layer" if sharers == 1 else f"{sharers} devices share every layer"

@@ -26,6 +26,7 @@ from ..candidate import SEARCHED, Proposal, ScoredPlan, near_shapes, replicated_
 from ..plan_file import TIE, PlanRow, plan_row
 from ..problem import Problem
 from ..scoring import fastest
+from ..search.budget import SearchBudget
 from ..search.device_sets import list_shapes
 from ..search.family import Family
 from ..search.placements import ANY, Placement
@@ -95,7 +96,8 @@ def runners_up(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: in
     """The second-best plans. `busiest`: the stage whose cuts matter most."""
     problem, present = context.problem, context.present
     stages = _other_stage_counts(context, seeds)
-    cuts = [_without_cut(context, seeds, end) for end in _cuts(present.proposal, busiest)]
+    ends = _cuts(present.proposal, busiest)
+    cuts = [_without_cut(context, seeds, end) for end in ends if not context.budget.over]
     every = len(cuts) == len(present.proposal.ends) - 1
     kinds = [*cuts, _other_devices(context), stages]
     plans = [plan for kind in kinds for plan in kind.plans]
@@ -149,7 +151,7 @@ def _without_cut(context: ExplainContext, seeds: Sequence[ScoredPlan], end: int)
     """The best plan of as many stages without a cut before layer `end`, and those as fast."""
     present, must_cut = context.present, context.problem.space.limits.must_cut
     index, forbidden, plans = present.proposal.ends.index(end), [end], list[ScoredPlan]()
-    while len(plans) < TIES and forbidden[-1] - 1 not in must_cut:
+    while len(plans) < TIES and not context.budget.over and forbidden[-1] - 1 not in must_cut:
         plan, proven = _without(context, seeds, forbidden)
         if plan is None:
             return _Others(plans, proven)
@@ -200,7 +202,7 @@ def _other_devices(context: ExplainContext) -> _Others:
     shapes, every = _shapes(problem, present.proposal)
     choices = [devices for devices in shapes if _differs(context, devices)]
     plans = list[ScoredPlan]()
-    while True:
+    while not context.budget.over:
         proposals = [
             proposal
             for devices in choices
@@ -214,6 +216,7 @@ def _other_devices(context: ExplainContext) -> _Others:
         if not _as_fast(best, present):
             return _Others(plans, every)
         choices.remove(best.proposal.devices)
+    return _Others(plans, proven=False)
 
 
 def _differs(context: ExplainContext, devices: Shape) -> bool:
@@ -331,9 +334,11 @@ def sensitivities(
         lambda f: with_slower_layers(problem, first, end, f),
     )
     for one in _links(problem):
-        yield _reach(context, seeds, one)
-    own = _reach(context, seeds, layers)
-    yield own.model_copy(update={"first_layer": first, "last_layer": end - 1})
+        if not context.budget.over:
+            yield _reach(context, seeds, one)
+    if not context.budget.over:
+        own = _reach(context, seeds, layers)
+        yield own.model_copy(update={"first_layer": first, "last_layer": end - 1})
 
 
 def _links(problem: Problem) -> Iterator[_Variation]:
@@ -355,7 +360,7 @@ def _links(problem: Problem) -> Iterator[_Variation]:
 
 
 def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], variation: _Variation) -> Sensitivity:
-    race = _PlanRace(context.present, variation.varied, variation.faster_above, list(seeds))
+    race = _PlanRace(context.present, variation.varied, variation.faster_above, list(seeds), context.budget)
     least, most = variation.ends
     return Sensitivity(
         what=variation.what, least=least, most=most, below=race.turn(least), above=race.turn(most)
@@ -371,6 +376,7 @@ class _PlanRace:
     varied: Callable[[float], Problem]
     faster_above: bool
     rivals: list[ScoredPlan]
+    budget: SearchBudget = field(default_factory=SearchBudget)
     _problems: dict[float, Problem] = field(default_factory=dict)
     _solved: set[float] = field(default_factory=set)
 
@@ -382,6 +388,8 @@ class _PlanRace:
         # Where the problem is solved again: powers of a factor.
         probes = (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
         for _ in range(ROUNDS):
+            if self.budget.over:
+                break
             probed = end if turn is None else turn.factor
             is_new = [self._solve(probed**share) for share in probes]
             if not any(is_new):

@@ -176,8 +176,8 @@ def test_no_figure_is_cut_at_any_width(explanation: Explanation, width: int, ter
 def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
     better = explanation.model_copy(update={"better": explanation.second_best.plan})
     assert answer_lines(better)[-1] == (
-        "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
-        "0.8 % slower."
+        "It is not the best for its options: 3 stages of 5-4-3 layers, 16 micro-batches x 4, 1f1b takes "
+        "655 ms, 0.8 % slower."
     )
     other = better.model_copy(update={"made_for": "the least memory"})
     assert answer_lines(other)[-1].startswith(
@@ -192,7 +192,10 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
     assert answer_lines(explanation.model_copy(update={"limits": unproven}))[-1] == (
         "Without a memory limit no faster plan was found; there may be one."
     )
-    assert answer_lines(free)[0] == "A step of toy takes 650 ms: 76.9 % of it waits for computing."
+    assert answer_lines(free)[0] == (
+        "A step of toy takes 650 ms and waits 76.9 % for computing, 21.5 % for transfers, "
+        "1.5 % for all-reduce."
+    )
 
 
 @pytest.fixture
@@ -268,10 +271,10 @@ def test_python_arguments_are_checked(planned: Plan, profile: Profile) -> None:
 
 def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
-    words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
+    words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 micro-batches x 4, interleaved"
     assert describe_plan(PlanRow(**made)) == words
     one = outline(0.5, [1], schedule="1f1b")
-    assert describe_plan(PlanRow(**one)) == "1 stage of 1 layer, 16 x 4, 1f1b"
+    assert describe_plan(PlanRow(**one)) == "1 stage of 1 layer, 16 micro-batches x 4, 1f1b"
 
 
 SHARED = """name,forward_ms,backward_ms,activation_mb,parameter_mb,{}

@@ -76,5 +76,8 @@ def test_plans_of_the_same_words_are_told_apart(changed: dict[str, Any], words: 
         "stage_recompute": ["never", "always"],
     }
     plan, other = PlanRow.model_validate(own), PlanRow.model_validate(own | changed)
-    start = f"2 stages of 3-1 layers, replicas 1-2, {other.micro_batches} x 1, 1f1b, recompute by-stage"
+    start = (
+        f"2 stages of 3-1 layers, replicas 1-2, {other.micro_batches} micro-batches x 1, 1f1b, "
+        "recompute by-stage"
+    )
     assert describe_other(other, plan) == start + words

@@ -18,6 +18,7 @@ from pplan.planner.explanation.explain_context import SECONDS, make_context
 from pplan.planner.explanation.explanation import _made_for, _notes, count_more, solve_what_ifs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.search.budget import SearchBudget
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -50,7 +51,9 @@ def test_each_change_by_itself(
     monkeypatch.setattr(module, "resolve", resolve)
     monkeypatch.setattr(module, "plan_row", lambda _, **__: None)
     context: Any = SimpleNamespace(
-        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+        problem=problem,
+        present=SimpleNamespace(step_seconds=4.0, recompute=("never",)),
+        budget=SearchBudget(),
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=sharers), device_kind="GPU")
     seeds: Any = ["seed"]
@@ -74,7 +77,9 @@ def test_changes_without_a_plan(
 ) -> None:
     problem = Problem(make_chain(1, 6), make_topology(3), PlanOptions(mini_batch=8))
     context: Any = SimpleNamespace(
-        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+        problem=problem,
+        present=SimpleNamespace(step_seconds=4.0, recompute=("never",)),
+        budget=SearchBudget(),
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="CPU")
     monkeypatch.setattr(module, "resolve", lambda *_, **__: SimpleNamespace(best=None, exact=True))
@@ -97,7 +102,9 @@ def test_nothing_is_added_to_two_kinds_of_devices(
     groups = tuple(Group(Device(name, None), 1) for name in ("small", "large"))
     problem = Problem(make_chain(1, 6), replace(machine, groups=groups), PlanOptions(mini_batch=8))
     context: Any = SimpleNamespace(
-        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+        problem=problem,
+        present=SimpleNamespace(step_seconds=4.0, recompute=("never",)),
+        budget=SearchBudget(),
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="GPU")
     monkeypatch.setattr(module, "resolve", lambda *_, **__: SimpleNamespace(best=None, exact=True))
@@ -105,9 +112,26 @@ def test_nothing_is_added_to_two_kinds_of_devices(
     assert changes == ["double the bandwidth", "recompute always", "recompute never"]
 
 
-@pytest.mark.parametrize(("gpus", "more"), [(3, 1), (4, 4), (6, 1), (8, 4)])
+@pytest.mark.parametrize(("gpus", "more"), [(3, 1), (4, 4), (6, 2), (8, 4)])
 def test_a_full_machine_gets_another_server(gpus: int, more: int, make_topology: MakeTopology) -> None:
     assert count_more(make_topology(gpus, per_node=4)) == more
+
+
+@pytest.mark.parametrize(("gpus", "more"), [(2, 1), (16, 16)])
+def test_many_devices_that_are_joined_alike_are_doubled(
+    gpus: int, more: int, make_topology: MakeTopology
+) -> None:
+    """Nobody has a machine of 17."""
+    machine = make_topology(gpus)
+    assert count_more(replace(machine, levels=machine.levels[-1:])) == more
+
+
+def test_no_search_begins_when_the_time_is_over(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    problem = Problem(make_chain(1, 6), make_topology(3), PlanOptions(mini_batch=8))
+    context: Any = SimpleNamespace(problem=problem, budget=SearchBudget(seconds=0))
+    context.present = SimpleNamespace(recompute=("never",))
+    plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="GPU")
+    assert list(solve_what_ifs(context, [], plan, launches=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +155,9 @@ def test_what_a_plan_was_made_for(aim: str | None, replanned: bool, words: str) 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("sharers", [1, 4])
 def test_notes(sharers: int, fits: bool) -> None:
-    context: Any = SimpleNamespace(present=SimpleNamespace(step_seconds=4.0), fits=fits)
+    context: Any = SimpleNamespace(
+        present=SimpleNamespace(step_seconds=4.0), fits=fits, budget=SearchBudget()
+    )
     plan: Any = SimpleNamespace(
         prediction=SimpleNamespace(step_seconds=4.0),
         sharing=[],

@@ -18,6 +18,7 @@ from pplan.planner.explanation.explain_context import MANY
 from pplan.planner.explanation.rivals import HALVINGS, STEPS, WORTH, Sensitivity, _links, _PlanRace
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.search.budget import SearchBudget
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -195,6 +196,7 @@ def test_seconds_of_the_heaviest_stage_are_varied(
     problem = Problem(make_chain(1, 6, cuts=1.1), make_topology(1), PlanOptions(mini_batch=8))
     places = [(SimpleNamespace(device=device), part) for part, device in ((0, 0), (1, 1), (2, 1), (3, 0))]
     context: Any = SimpleNamespace(
+        budget=SearchBudget(),
         problem=problem,
         assembly=SimpleNamespace(
             program=SimpleNamespace(parts_by_slot=SimpleNamespace(items=lambda: places)),
