@@ -1,26 +1,27 @@
-"""Eight models on two CPU processes of one thread each, predicted and measured, four plans of each:
+"""Eight models on two CPU processes of one thread each, predicted and measured:
 
-    python benchmarks/two_processes.py --results FILE [--minutes 40] [--rounds 5] [--runtimes] [MODEL ...]
+    python benchmarks/two_processes.py --results FILE [--minutes 9] [--rounds 2] [--profilers 2] [MODEL ...]
 
-Needs a quiet machine of two cores. The link is measured first. Then, in rounds, as the speed of a machine is
-not the same all the time, a model is profiled and its plans run. It is profiled by two processes at a
-time, so that each core is busy with the same work, as it is in training: a profile of one busy core says
-nothing of what two share (bandwidth of the memory, cache, clock). Where the sums of the
-two differ by more than `ALIKE`, they measure again, `TRIES` times at most: the two that are the most alike
-count, layer by layer with their mean. The plans are made from the first round's profile: pplan's, and those
-of `even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4 samples, two stages. What a round's
-profile predicts of each is written to FILE before any of them runs in that round; then all run in
-torch.distributed.pipelining, in an order that turns from round to round, real layers on gloo. A round's step
-is the median of its `STEPS`; a plan's error is the median over the rounds of prediction over step. Of two
-plans that is faster whose step over the other's is below 1 in the median of the rounds. `--runtimes`:
-pplan's plan also in torchgpipe, FairScale (both run all stages in one process on a CPU) and DeepSpeed.
+Needs a quiet machine of two cores, and takes under 10 minutes. The link is measured first. Then, in rounds,
+as the speed of a machine is not the same all the time, a model is profiled and its plans run: 1F1B, 8
+micro-batches of 4 samples, two stages, real layers on gloo in torch.distributed.pipelining. The cuts are made
+from the first round's profile: pplan's, and those of the `--planners`. A round's prediction, with its
+interval, is from its own profile and written to FILE before any plan runs in that round. All plans then run
+in an order that turns from round to round. A round's step is the median of its `STEPS`; a plan's error is the
+median over the rounds of prediction over step. Coverage is the share of rounds whose step lies inside the
+interval.
+
+A user profiles with one process while the other cores idle (`--profilers 1`). With 2, two processes profile
+at a time, so that each core is busy with the same work, as in training; the mean counts layer by layer, and
+where the two sums differ by more than `ALIKE`, they measure once more. Comparing both shows what processes
+that share memory bandwidth, cache and clock take from each other.
 
 All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else
 glibc hands it back, and each step has its pages cleared anew, which a profile of one layer at a time does
 not see.
 
-A model's rows are kept in FILE, a JSON object a line, and are not measured again; after `--minutes` no model
-is begun. Without `--results` the file is in a temporary folder.
+A round of a model is a line of FILE, and is not measured again; after `--minutes` none is begun. Without
+`--results` the file is in a temporary folder.
 """
 
 from __future__ import annotations
@@ -33,35 +34,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from verified import verified
 
 import pplan
 from pplan.api.check import PlanInputs, model_spec
 from pplan.api.check_options import CheckOptions
 from pplan.api.machine import planned_machine
 from pplan.cost_models.errors import PplanError
-from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from pplan.runtimes.checking.records import CasePrediction, Job
+from pplan.runtimes.checking.launching import run_in_processes
+from pplan.runtimes.checking.records import Job
 
 SIZE, MICRO_BATCHES = 4, 8
-STEPS, WARM_UPS, ROUNDS = 3, 1, 5
-PROFILE_SECONDS = 8.0
+STEPS, WARM_UPS = 3, 1
+PROFILE_SECONDS = 6.0
 ALIKE, TRIES = 0.05, 2
 PLANNERS = {"pplan": "best", "even": "even", "DeepSpeed": "parameters", "torchgpipe": "torchgpipe-time"}
-RUNTIMES = ("torchgpipe", "fairscale", "deepspeed")
 KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "67108864",
 }
 """For glibc (mallopt(3)): nothing is mapped, and nothing that is freed goes back to the kernel."""
-MEDIAN_TARGET, WORST_TARGET, FASTEST_TARGET = 0.05, 0.15, 7
+MEDIAN_TARGET, WORST_TARGET, COVERAGE_TARGET = 0.05, 0.15, 0.8
+SETTING: dict[str, Any] = {
+    "gpus": 2,
+    "mini_batch": SIZE * MICRO_BATCHES,
+    "micro_batches": MICRO_BATCHES,
+    "schedule": "1f1b",
+    "recompute": "never",
+    "runtime": "torch",
+}
 _IMAGES = {"input_shape": (3, 96, 96), "classes": 100}
 _TEXTS = {"hidden": 256, "heads": 4, "sequence": 64, "vocabulary": 4096}
 MODELS: dict[str, dict[str, Any]] = {
@@ -85,24 +91,25 @@ def measure(name: str, file: Path) -> None:
     profile.save(file, force=True)
 
 
-def measure_on_both(name: str, folder: Path) -> tuple[pplan.Profile, list[float]]:
-    """The mean of what two processes that measure the same at a time found, and at each try how far the
-    second's sum of all layers was from the first's."""
+def measure_round(name: str, folder: Path, profilers: int) -> pplan.Profile:
+    """The profile of one process, or the mean of two that measure the same at a time."""
     command = [sys.executable, __file__, "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    files = [folder / f"{name.replace(':', '-')}.{process}.profile.json" for process in range(2)]
-    pairs = dict[float, tuple[pplan.Profile, pplan.Profile]]()
+    files = [folder / f"{name.replace(':', '-')}.{process}.profile.json" for process in range(profilers)]
+    trials = dict[float, list[pplan.Profile]]()
     for _ in range(TRIES):
         running = [subprocess.Popen([*command, str(file)], env=environment) for file in files]
         statuses = [process.wait() for process in running]
         if any(statuses):
             raise SystemExit(f"{name}: a process that profiled it failed.")
-        first, second = (pplan.Profile.load(file) for file in files)
-        difference = sum_of_layers(second) / sum_of_layers(first) - 1
-        pairs[difference] = first, second
-        if abs(difference) <= ALIKE:
+        profiles = [pplan.Profile.load(file) for file in files]
+        sums = [sum_of_layers(profile) for profile in profiles]
+        difference = max(sums) / min(sums) - 1
+        trials[difference] = profiles
+        if difference <= ALIKE:
             break
-    return mean_profile(*pairs[min(pairs, key=abs)]), list(pairs)
+    best = trials[min(trials)]
+    return best[0] if profilers == 1 else mean_profile(*best)
 
 
 def sum_of_layers(profile: pplan.Profile) -> float:
@@ -134,212 +141,148 @@ def measure_link(folder: Path) -> Path:
     return file
 
 
-def solve_for(profile: pplan.Profile, links: Path, planner: str, schedule: str, runtime: str) -> pplan.Plan:
-    """A planner's plan of two devices."""
-    return pplan.solve(
-        profile,
-        gpus=2,
-        topology=links,
-        mini_batch=SIZE * MICRO_BATCHES,
-        micro_batches=MICRO_BATCHES,
-        schedule=schedule,
-        recompute="never",
-        runtime=runtime,
-        planner=planner,
-        use_all=True,
-    )
-
-
-def plans_of(profile: pplan.Profile, links: Path) -> dict[str, pplan.Plan | str]:
-    """By planner; or why there is none."""
-    plans: dict[str, pplan.Plan | str] = {}
-    for label, planner in PLANNERS.items():
+def cut(profile: pplan.Profile, links: Path, planners: list[str]) -> dict[str, list[int]]:
+    """Balances of two stages by planner; equal ones are one plan."""
+    balances: dict[str, list[int]] = {}
+    for label in planners:
         try:
-            plan = verified(solve_for(profile, links, planner, "gpipe", "torchgpipe"), profile)
-            plans[label] = plan if len(plan.stages) == 2 else "not two stages"
+            plan = pplan.solve(profile, topology=links, planner=PLANNERS[label], use_all=True, **SETTING)
         except PplanError as error:
-            plans[label] = error.what
-    return plans
-
-
-@dataclass(frozen=True)
-class Round:
-    """Seconds of a step of every plan: as predicted from the profile of that round, as measured, and as
-    predicted from its stages, which the same processes measured alone before."""
-
-    profiles_differ: list[float]
-    planned: dict[str, float]
-    steps: dict[str, list[float]]
-    alone: dict[str, float]
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """The median of the steps."""
-        return {name: median(steps) for name, steps in self.steps.items()}
+            print(f"{profile.model}, {label}: {error.what}", file=sys.stderr)
+            continue
+        if len(plan.stages) == 2 and plan.balance not in balances.values():
+            balances[label] = plan.balance
+    return balances
 
 
 def run_round(
-    plans: dict[str, pplan.Plan], profile: pplan.Profile, differ: list[float], folder: Path, results: Path
-) -> Round:
-    """Each plan once, in their order; what the profile predicts is written before."""
+    name: str, number: int, balances: dict[str, list[int]] | None, options: argparse.Namespace, links: Path
+) -> dict[str, Any]:
+    """A line: each plan once, in an order that turns; what the profile predicts is written before."""
+    begin = time.monotonic()
+    profile = measure_round(name, links.parent, options.profilers)
+    if balances is None:
+        balances = cut(profile, links, options.planners)
+    turn = number % max(len(balances), 1)
+    order = list(balances)[turn:] + list(balances)[:turn]
+    plans = {
+        label: pplan.import_plan(",".join(map(str, balances[label])), profile, topology=links, **SETTING)
+        for label in order
+    }
+    predicted = {
+        label: {
+            "step": plan.prediction.step_seconds,
+            "interval": plan.prediction.interval,
+        }
+        for label, plan in plans.items()
+    }
+    row = {"model": name, "round": number, "balances": balances, "predicted": predicted}
+    write_row(options.results, row)
     cases = []
-    for name, plan in plans.items():
-        topology, profiles = planned_machine(plan, profile, folder)
-        cases.append(PlanInputs(profile.chain(), topology, profiles).prepare_case(name, plan))
-    planned = {case.name: case.simulated.timeline.step_seconds for case in cases}
-    write_row(results, {"predicted_before": planned, "of": profile.model})
+    for label, plan in plans.items():
+        topology, profiles = planned_machine(plan, profile, links.parent)
+        cases.append(PlanInputs(profile.chain(), topology, profiles).prepare_case(label, plan).case)
     job = Job(
         model=model_spec(profile, CheckOptions()),
-        cases=[case.case for case in cases],
+        cases=cases,
         steps=STEPS,
         warm_ups=WARM_UPS,
         compared_steps=0,
+        measures_memory=False,
     )
-    alone: dict[str, float] = {}
-
-    def note(name: str, predicted: CasePrediction) -> None:
-        alone[name] = predicted.step_seconds
-
-    measured = run_in_processes(job, ProgressCallbacks(predicted=note))
-    return Round(differ, planned, {case.name: case.ran.step_seconds for case in measured.cases}, alone)
-
-
-def run_runtimes(plan: pplan.Plan, profile: pplan.Profile, links: Path) -> dict[str, Any]:
-    """Predicted and measured step of the plan in other runtimes, or why it was not run; in DeepSpeed of
-    pplan's plan of its schedule, 1F1B."""
-    found: dict[str, Any] = {}
-    for name in RUNTIMES:
-        try:
-            own = solve_for(profile, links, "best", "1f1b", name) if name == "deepspeed" else plan
-            case = pplan.check(own, profile, runtime=name, even=False, steps=STEPS, device="cpu").of_plan
-            found[name] = {"predicted": case.predicted_step_seconds, "measured": case.measured_step_seconds}
-        except PplanError as error:
-            found[name] = error.what
-    return found
-
-
-def run_model(
-    name: str, folder: Path, links: Path, results: Path, *, count: int, runtimes: bool
-) -> dict[str, Any]:
-    """A model's row, of so many rounds; plans of one balance are one measurement."""
-    begin = time.monotonic()
-    profile, differ = measure_on_both(name, folder)
-    made = plans_of(profile, links)
-    plans = {label: plan for label, plan in made.items() if isinstance(plan, pplan.Plan)}
-    if "pplan" not in plans:
-        raise SystemExit(f"{name}: pplan made no plan: {made['pplan']}")
-    distinct = {tuple(plan.balance): label for label, plan in reversed(plans.items())}
-    names = list(distinct.values())
-    rounds = list[Round]()
-    for turn in range(count):
-        if turn:
-            profile, differ = measure_on_both(name, folder)
-        place = turn % len(names)
-        turned = {label: plans[label] for label in names[place:] + names[:place]}
-        rounds.append(run_round(turned, profile, differ, folder, results))
-    row: dict[str, Any] = {
-        "model": name,
-        "closing_ratio": profile.whole[0].closing_ratio,
-        "balance": {label: plan.balance for label, plan in plans.items()},
-        "same": {label: distinct[tuple(plan.balance)] for label, plan in plans.items()},
-        "reasons": {label: plan for label, plan in made.items() if isinstance(plan, str)},
-        "rounds": [asdict(own) for own in rounds],
-    }
-    if runtimes:
-        row["runtimes"] = run_runtimes(plans["pplan"], profile, links)
+    measured = run_in_processes(job)
+    row["steps"] = {case.name: case.ran.step_seconds for case in measured.cases}
+    row["closing_ratio"] = profile.whole[0].closing_ratio
     row["seconds"] = round(time.monotonic() - begin, 1)
     return row
 
 
 def write_row(results: Path, row: dict[str, Any]) -> None:
-    """Adds a line."""
+    """Add a line."""
     with results.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Of every model and plan, and the errors over all; plans of one balance are one measurement."""
-    heads = ("model", "plan", "balance", "planned", "of stages", "measured", "error", "to pplan")
-    print("{:<14} {:<11} {:<10} {:>9} {:>9} {:>9} {:>7} {:>8}".format(*heads))
-    errors, staged, single, fastest = list[float](), list[float](), list[float](), 0
-    for row in rows:
-        rounds = [Round(**own) for own in row["rounds"]]
-        own = row["same"]["pplan"]
-        ratios = {
-            name: median(one.measured[name] / one.measured[own] for one in rounds)
-            for name in rounds[0].planned
-        }
-        fastest += min(ratios.values()) >= 1
-        for label, name in row["same"].items():
-            off = [one.planned[name] / one.measured[name] - 1 for one in rounds]
-            if label == name:
-                errors.append(median(off))
-                staged.append(median(one.alone[name] / one.measured[name] - 1 for one in rounds))
-                single += off
+    """Print each model and plan, the errors over all, and the coverage of the interval."""
+    heads = ("model", "plan", "balance", "predicted", "interval", "measured", "error", "inside")
+    print("{:<14} {:<11} {:<8} {:>9} {:>15} {:>9} {:>7} {:>6}".format(*heads))
+    errors, inside, ratios = list[float](), list[bool](), list[float]()
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        for label, balance in own[0]["balances"].items():
+            rounds = [(row["predicted"][label], median(row["steps"][label])) for row in own]
+            error = median(predicted["step"] / step - 1 for predicted, step in rounds)
+            known = [(predicted["interval"], step) for predicted, step in rounds if predicted["interval"]]
+            hits = [low <= step <= high for (low, high), step in known]
+            errors.append(error)
+            inside += hits
+            ratios += [step / predicted["step"] for predicted, step in rounds]
+            low, high = (median(own[end] for own, _ in known) if known else 0.0 for end in (0, 1))
             print(
-                f"{row['model']:<14} {label:<11} {'-'.join(map(str, row['balance'][label])):<10} "
-                f"{1e3 * median(one.planned[name] for one in rounds):7.1f}ms "
-                f"{1e3 * median(one.alone[name] for one in rounds):7.1f}ms "
-                f"{1e3 * median(one.measured[name] for one in rounds):7.1f}ms "
-                f"{median(off):+7.1%} {ratios[name]:8.3f}"
+                f"{name:<14} {label:<11} {'-'.join(map(str, balance)):<8} "
+                f"{1e3 * median(predicted['step'] for predicted, _ in rounds):7.1f}ms "
+                f"{f'{1e3 * low:.0f} to {1e3 * high:.0f}ms':>15} "
+                f"{1e3 * median(step for _, step in rounds):7.1f}ms {error:+7.1%} "
+                f"{f'{sum(hits)}/{len(hits)}':>6}"
             )
-        for runtime, found in row.get("runtimes", {}).items():
-            words = found if isinstance(found, str) else (
-                f"of stages {1e3 * found['predicted']:.1f}, measured {1e3 * found['measured']:.1f} ms"
-            )  # fmt: skip
-            print(f"{row['model']:<14} pplan in {runtime}: {words}")
     if not rows:
         return
-    for what, found in (
-        ("steps predicted from the profile", errors),
-        ("steps predicted from the stages measured alone", staged),
-        ("single rounds, predicted from the profile", single),
-    ):
-        sizes = [abs(error) for error in found]
-        print(f"{len(found)} {what}: median {median(sizes):.1%}, worst {max(sizes):.1%}")
-    print(f"aims: median {MEDIAN_TARGET:.0%}, worst {WORST_TARGET:.0%}")
-    print(f"pplan's plan the fastest measured in {fastest} of {len(rows)}, aim {FASTEST_TARGET} of 8")
+    sizes = [abs(error) for error in errors]
+    print(
+        f"{len(sizes)} plans: error {median(sizes):.1%} in the median (aim {MEDIAN_TARGET:.0%}), "
+        f"{max(sizes):.1%} at most (aim {WORST_TARGET:.0%})"
+    )
+    ratios.sort()
+    tenth = [ratios[round(share * (len(ratios) - 1))] for share in (0.1, 0.5, 0.9)]
+    print("measured over predicted, single rounds: 10 % {:.2f}, median {:.2f}, 90 % {:.2f}".format(*tenth))
+    print(
+        f"inside the 80 % interval: {sum(inside)} of {len(inside)} rounds, "
+        f"{sum(inside) / max(len(inside), 1):.0%} (aim {COVERAGE_TARGET:.0%})"
+    )
 
 
 def read_rows(results: Path) -> list[dict[str, Any]]:
-    """The rows that are done."""
+    """The rounds that are done."""
     if not results.exists():
         return []
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return [row for row in rows if "rounds" in row]
+    return [row for row in rows if "steps" in row]
 
 
 def main() -> None:
-    """Measures, and prints the table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--runtimes", action="store_true", help="pplan's plan in the other runtimes, too")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--profilers", type=int, default=1, choices=[1, 2])
+    parser.add_argument("--planners", nargs="+", default=["pplan", "even"], choices=list(PLANNERS))
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "FILE"), help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.measure:
-        measure(chosen.measure[0], Path(chosen.measure[1]))
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure[0], Path(options.measure[1]))
         return
     os.environ |= KEEPS_MEMORY
-    end = time.monotonic() + 60 * chosen.minutes
+    end = time.monotonic() + 60 * options.minutes
     torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}", flush=True)
-    with tempfile.TemporaryDirectory() as made:
-        results = chosen.results or Path(made) / "two_processes.jsonl"
-        rows = read_rows(results)
-        done = {row["model"] for row in rows}
-        links = measure_link(Path(made))
-        for name in chosen.models:
-            if name not in done and time.monotonic() < end:
-                rows.append(
-                    run_model(name, Path(made), links, results, count=chosen.rounds, runtimes=chosen.runtimes)
-                )
-                write_row(results, rows[-1])
-                print(f"{name}: {rows[-1]['seconds']} s", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options.results = options.results or Path(folder) / "two_processes.jsonl"
+        rows = read_rows(options.results)
+        links = measure_link(Path(folder))
+        for number in range(options.rounds):
+            for name in options.models:
+                own = [row for row in rows if row["model"] == name]
+                if any(row["round"] == number for row in own) or time.monotonic() > end:
+                    continue
+                row = run_round(name, number, own[0]["balances"] if own else None, options, links)
+                write_row(options.results, row)
+                rows.append(row)
+                print(f"{name}, round {number}: {row['seconds']} s", file=sys.stderr, flush=True)
     print_table(rows)
 
 

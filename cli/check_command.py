@@ -14,11 +14,11 @@ from .compare_command import DIFFERENCE, share
 from .output import AsJson, PlanFile, ProfileFile, Target, choose_input, with_command
 from .streams import console, format_clock, remark, result, waiting
 
-LONG_SECONDS = 120.0
+LONG_SECONDS = 150.0
 
 if TYPE_CHECKING:
     from ..api.load import PlanAndProfile
-    from ..runtimes.checking.records import CasePrediction, Check, CheckMeasurements, Job
+    from ..runtimes.checking.records import Check, CheckMeasurements, Job
     from .output import Target
 
 FailAbove = Annotated[
@@ -67,7 +67,6 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     the first of a node that it lost another. What all fail with is told by the first."""
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
-    from ..runtimes.checking.launching import ProgressCallbacks
 
     folder = files.plan_file.parent
     is_first = os.environ.get("RANK", "0") == "0"
@@ -80,7 +79,7 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
             def tell(doing: str, seconds: float) -> None:
                 wait.tell_left(seconds, doing[:1].upper() + doing[1:])
 
-            return run_here(job, ProgressCallbacks(tell, _announce))
+            return run_here(job, tell)
 
     try:
         check = check_plan(files.plan, files.profile, folder, files.plan_file.name, options, run)
@@ -106,15 +105,6 @@ def _announce_length(job: Job) -> None:
             f"Runs {job.total_steps} steps of about {format_seconds(job.step_seconds)}, the plain model's "
             f"among them: about {format_clock(seconds)}; a plan of a smaller `mini_batch` is checked sooner"
         )
-
-
-def _announce(name: str, prediction: CasePrediction) -> None:
-    """Prints a case's prediction before the case runs."""
-    calibrated_seconds = prediction.calibrated_step_seconds
-    calibrated_text = (
-        "" if calibrated_seconds is None else f", calibrated {format_seconds(calibrated_seconds)}"
-    )
-    remark(f"Predicted, {name}: {format_seconds(prediction.step_seconds)}{calibrated_text}")
 
 
 def _print_result(check: Check, files: PlanAndProfile, *, save: bool, as_json: bool) -> None:

@@ -80,7 +80,6 @@ def _print_steps(check: Check, console: Console) -> None:
     columns: list[Column[CheckedCase]] = [
         text("", lambda case: case.name, min_width=16),
         text("layers", lambda case: ", ".join(map(str, case.balance)), drop=2, min_width=16),
-        number("plan says", lambda case: case.planned_step_seconds, format_seconds, drop=3),
         number("predicted", lambda case: case.predicted_step_seconds, format_seconds),
         number("error", lambda case: _error(case, case.predicted_step_seconds), signed, drop=4),
         number("calibrated", lambda case: case.calibrated_step_seconds, format_seconds, visible=calibrated),
@@ -109,7 +108,6 @@ class _PassRow(NamedTuple):
     name: str
     stage: CheckedStage
     planned: float
-    alone: float
     measured: float
 
 
@@ -127,34 +125,36 @@ def _print_stages(case: CheckedCase, console: Console) -> None:
         word("layers", lambda row: f"{row.stage.first_layer}-{row.stage.last_layer}", drop=1),
         word("devices", lambda row: row.stage.devices, ranges),
         word("pass", lambda row: row.name),
-        number("plan says", lambda row: row.planned, format_seconds, drop=2),
-        number("alone", lambda row: row.alone, format_seconds),
+        number("predicted", lambda row: row.planned, format_seconds),
         number("measured", lambda row: row.measured, format_seconds),
-        number("error", lambda row: row.alone / row.measured - 1 if row.measured else None, signed),
+        number("error", lambda row: row.planned / row.measured - 1 if row.measured else None, signed),
     ]
     name = "the plan" if case.name == PLAN else case.name
     title = f"Stages of {name}; time per micro-batch per replica"
     print_table(console, columns, rows, title=title)
 
 
-def _seconds(stage: CheckedStage) -> tuple[StageSeconds, StageSeconds, StageSeconds]:
-    return stage.planned, stage.alone, stage.measured
+def _seconds(stage: CheckedStage) -> tuple[StageSeconds, StageSeconds]:
+    return stage.planned, stage.measured
 
 
 def _print_memory(case: CheckedCase, console: Console) -> None:
+    unseen = list(dict.fromkeys(term for device in case.devices for term in device.unseen))
     columns: list[Column[CheckedDevice]] = [
         number("device", lambda device: device.device),
-        number("predicted", lambda device: device.planned_bytes, format_bytes),
+        number("ledger", lambda device: device.planned_bytes, format_bytes),
+        *(_unseen_column(term) for term in unseen),
+        number("predicted", lambda device: device.expected_bytes, format_bytes),
         number("measured", lambda device: device.measured_bytes, format_bytes),
-        number(
-            "error",
-            lambda device: (
-                device.planned_bytes / device.measured_bytes - 1 if device.measured_bytes else None
-            ),
-            signed,
-        ),
+        number("error", lambda device: device.error, signed),
     ]
     print_table(console, columns, case.devices, title=f"Peak memory, {case.name}")
+
+
+def _unseen_column(term: str) -> Column[CheckedDevice]:
+    """A term of the ledger that the measurement cannot see."""
+    label = f"less {term.replace('_', ' ')}"
+    return number(label, lambda device: device.unseen.get(term), format_bytes, drop=1)
 
 
 def _print_held_out(validation: CrossValidation, console: Console) -> None:
@@ -228,7 +228,7 @@ def _corrections(check: Check) -> list[str]:
     parts = [
         f"an action takes {format_seconds(corrections.overhead)} besides "
         f"({format_seconds(corrections.looped_overhead)} in loops of several stages)",
-        f"stages take {three_digits(corrections.slowdown)} x what they take alone",
+        f"stages take {three_digits(corrections.slowdown)} x what the plan says",
     ]
     if corrections.latency is not None and corrections.bandwidth is not None:
         parts.append(

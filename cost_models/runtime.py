@@ -76,8 +76,6 @@ class Runtime:
     """The function that exports a plan to it, in `pplan.runtimes.exports`."""
     reader: str = field(default="read_parts", compare=False)
     """The function that reads the stages of its file back, in `pplan.runtimes.imports`."""
-    adapter: str = field(default="", compare=False)
-    """The class by which `pplan check` runs it, in `pplan.runtimes.checking.processes.adapters`."""
     suffix: str = field(default="json", compare=False)
     """Suffix of its file: an export document of pplan, or a text that a trainer takes as it is."""
     module: str = field(default="", compare=False)
@@ -195,7 +193,6 @@ def _one_process_gpipe(name: str) -> Runtime:
         no_tied="it refuses a parameter that two stages share",
         document=f"{name.capitalize()}Export",
         exporter="export_pipe",
-        adapter="PipeAdapter",
         module=name,
         builds="model = build({file}, model, example_input)",
     )
@@ -274,7 +271,6 @@ RUNTIMES: dict[str, Runtime] = {
             tied="any",
             document="DeepspeedExport",
             exporter="export_deepspeed",
-            adapter="DeepspeedAdapter",
             module="deepspeed",
             builds="stage = build({file}, model, loss_fn, example_input)",
             converts=True,
@@ -297,7 +293,6 @@ RUNTIMES: dict[str, Runtime] = {
             document="TorchExport",
             exporter="export_torch",
             reader="read_torch",
-            adapter="TorchAdapter",
             module="torch_pipelining",
             builds="process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
         ),

@@ -303,6 +303,16 @@ class Prediction(_PlanPart):
     tflops_per_gpu: Rate | None = None
     mfu: Rate | None = None
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Widest interval of the step that is known, in seconds; None where nothing is known of its error."""
+        error = (self.uncertainty or 0.0) * self.step_seconds
+        if self.low_seconds is None or self.high_seconds is None:
+            return (self.step_seconds - error, self.step_seconds + error) if error else None
+        if self.high_seconds - self.low_seconds < 2 * error:
+            return self.step_seconds - error, self.step_seconds + error
+        return self.low_seconds, self.high_seconds
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         low, high = self.low_seconds, self.high_seconds

@@ -182,7 +182,7 @@ def check() -> dict[str, Any]:
     seconds = {"forward": 3e-3, "backward": 6e-3, "input": 3e-3, "weight": 3e-3}
     stages = [
         {"first_layer": first, "last_layer": last, "devices": [device]}
-        | {"planned": seconds, "alone": seconds, "measured": seconds}
+        | {"planned": seconds, "measured": seconds}
         for device, (first, last) in enumerate(((0, 2), (3, 6)))
     ]
     case = {
@@ -191,7 +191,6 @@ def check() -> dict[str, Any]:
         "schedule": "1f1b",
         "micro_batches": 4,
         "micro_batch_size": 4,
-        "planned_step_seconds": 0.05,
         "predicted_step_seconds": 0.051,
         "step_seconds": [0.05, 0.052, 0.049],
         "stages": stages,

@@ -31,8 +31,15 @@ from ..planner.plan_simulation import Simulation, simulate_plan
 from ..profiler.names import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
-from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
-from ..runtimes.checking.prediction import Calibration, cross_validate, is_serial, vary_case
+from ..runtimes.checking.launching import OnProgress, cores, gpus, run_in_processes
+from ..runtimes.checking.prediction import (
+    Calibration,
+    cross_validate,
+    fit_corrections,
+    is_serial,
+    predict_seconds,
+    vary_case,
+)
 from ..runtimes.checking.records import (
     PLAN,
     Case,
@@ -93,9 +100,9 @@ def check(
     says so. The processes make the model again by the name in its profile where that is torchvision's or
     transformers' own; one of yours is named by `model`.
 
-    Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (written
-    down before the steps, from the stages measured alone), `planned_step_seconds` (the plan's own), `error`,
-    `stages` and `losses`, which are held against the plain model's.
+    Of the result: `of_plan` and `cases`, each with `measured_step_seconds`, `predicted_step_seconds` (the
+    plan's), `error`, `stages`, `devices` (peak memory against the ledger) and `losses`, which are compared
+    with the plain model's.
 
     Raises UsageError, FileError, ExportError (the runtime does not run the plan), MachineError: too few
     devices, a missing package, or a process that failed, died or hangs, with its own words.
@@ -144,15 +151,42 @@ def check_plan(
         except PplanError as error:
             notes.append(f"no even split beside it: {error.what}")
     job = _job(plan, [case.case for case in cases], profile, device, options)
-    notes += [*_crowding_note(job), *serial_note(job.cases[0])]
+    notes += [*_crowding_note(job), *serial_note(job.cases[0]), *_device_note(profile, device, options)]
+    notes += [*_memory_note(job)]
+    corrections = None if options.calibration is None else Calibration.load(options.calibration).corrections
     measurements = run(job)
-    return None if measurements is None else _build_check(measurements, cases, job, name, notes)
+    return None if measurements is None else _build_check(measurements, cases, job, corrections, name, notes)
 
 
 def _crowding_note(job: Job) -> list[str]:
     if job.device == "cpu" and job.processes > cores() and job.model is not None:
         return [f"{job.processes} processes share {format_count(cores(), 'core')}: the seconds say little"]
     return []
+
+
+def _device_note(profile: Profile, device: Device, options: CheckOptions) -> list[str]:
+    """A note where the plan's seconds are not those of the devices that the check runs on."""
+    if options.emulate or (profile.device.startswith(device) and not profile.estimated):
+        return []
+    where = f"estimated for {profile.device}" if profile.estimated else f"measured on {profile.device}"
+    return [f"the profile was {where}, the check ran on {device}: its seconds say little about the plan's"]
+
+
+def _memory_note(job: Job) -> list[str]:
+    """A note on what the measured memory is."""
+    if job.model is None:
+        return []
+    if job.device == "cpu" and job.processes == 1 and len(job.cases[0].parts) > 2:
+        return ["memory was not measured: one process has all stages of the CPU"]
+    how = (
+        "by CUDA's allocator"
+        if job.device == "cuda"
+        else "as the live tensors of a process, each storage once"
+    )
+    return [
+        f"memory is measured {how}, over a step and its update; the input of the global batch is left out, "
+        "which the plan does not count"
+    ]
 
 
 def _job(plan: Plan, cases: list[Case], profile: Profile, device: Device, options: CheckOptions) -> Job:
@@ -164,7 +198,6 @@ def _job(plan: Plan, cases: list[Case], profile: Profile, device: Device, option
         warm_ups=WARM_UPS,
         step_seconds=plan.prediction.step_seconds,
         timeout_seconds=_timeout(options, plan),
-        corrections=_corrections(options),
         calibration=vary_case(cases[0]) if options.calibrate else [],
         link_sizes=_sizes(cases) if options.calibrate and cases[0].processes > 1 else [],
     )
@@ -176,11 +209,6 @@ def _timeout(options: CheckOptions, plan: Plan) -> float:
     if options.timeout is not None:
         return options.timeout
     return max(LEAST_TIMEOUT, TIMEOUT_STEPS * plan.device_count * plan.prediction.step_seconds)
-
-
-def _corrections(options: CheckOptions) -> Corrections | None:
-    """The corrections that an earlier check fitted. Raises FileError."""
-    return None if options.calibration is None else Calibration.load(options.calibration).corrections
 
 
 def _sizes(cases: list[Case]) -> list[int]:
@@ -250,12 +278,17 @@ def _build_check(
     measurements: CheckMeasurements,
     cases: Sequence[CheckCase],
     job: Job,
+    corrections: Corrections | None,
     name: str,
     notes: list[str],
 ) -> Check:
-    checked = [case.check_against(result) for case, result in zip(cases, measurements.cases, strict=True)]
+    if job.calibration:
+        corrections = fit_corrections(job.calibration, measurements.calibration, measurements.links)
+    checked = [
+        case.check_against(result, corrections)
+        for case, result in zip(cases, measurements.cases, strict=True)
+    ]
     validation = _cross_validation(job, measurements, checked)
-    corrections = measurements.corrections
     if validation is not None and not validation.improves:
         corrections = None
         checked = [case.model_copy(update={"calibrated_step_seconds": None}) for case in checked]
@@ -295,14 +328,14 @@ def _cross_validation(
     return CrossValidation(cases=held_out)
 
 
-def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements | None:
+def run_here(job: Job, on_progress: OnProgress = lambda *_: None) -> CheckMeasurements | None:
     """Runs the job in processes of this machine; or, where the user's launcher started this process, as one
     of its processes.
 
     None in one that is not the first.
     """
     if not is_launched(os.environ):
-        return run_in_processes(job, callbacks)
+        return run_in_processes(job, on_progress)
     process = read_torchrun_env(os.environ, "check", at_least=1)
     if process.world_size != job.processes:
         raise UsageError(
@@ -314,6 +347,9 @@ def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasu
     return run_in_torchrun(job, process)
 
 
+UNSEEN = ("context", "reserve", "master_weights")
+"""Terms of the ledger that a check does not see: what the driver takes, what the allocator may waste, and
+float32 copies of 16-bit weights, with which no check trains."""
 EVEN = "even split"
 TORCH = "torch"
 
@@ -327,9 +363,13 @@ class CheckCase:
     simulated: Simulation
     case: Case
 
-    def check_against(self, result: CaseResult) -> CheckedCase:
-        """The prediction beside the measurement."""
-        planned = stage_seconds(self.simulated)
+    @property
+    def predicted_step_seconds(self) -> float:
+        """The plan's step: simulated for its machine, or summed up where all stages share a thread."""
+        return predict_seconds(self.case) if is_serial(self.case) else self.simulated.timeline.step_seconds
+
+    def check_against(self, result: CaseResult, corrections: Corrections | None) -> CheckedCase:
+        """The prediction next to the measurement."""
         replicas = self.plan.stages[0].replicas
         peaks = result.ran.peak_bytes or [None] * len(self.simulated.memory)
         return CheckedCase(
@@ -338,23 +378,26 @@ class CheckCase:
             schedule=self.plan.schedule,
             micro_batches=self.plan.micro_batches,
             micro_batch_size=self.plan.micro_batch_size,
-            planned_step_seconds=self.simulated.timeline.step_seconds,
-            predicted_step_seconds=result.predicted.step_seconds,
-            calibrated_step_seconds=result.predicted.calibrated_step_seconds,
+            predicted_step_seconds=self.predicted_step_seconds,
+            calibrated_step_seconds=corrections and predict_seconds(self.case, corrections),
             step_seconds=result.ran.step_seconds,
             stages=[
                 CheckedStage(
                     first_layer=stage.first_layer,
                     last_layer=stage.last_layer,
                     devices=stage.devices,
-                    planned=planned[index],
-                    alone=result.predicted.stages[index],
+                    planned=self.case.planned[index],
                     measured=result.ran.stages[index],
                 )
                 for index, stage in enumerate(self.plan.stages)
             ],
             devices=[
-                CheckedDevice(device=device * replicas, planned_bytes=memory.bytes, measured_bytes=peak)
+                CheckedDevice(
+                    device=device * replicas,
+                    planned_bytes=memory.bytes,
+                    unseen={name: memory.terms[name] for name in UNSEEN if memory.terms.get(name)},
+                    measured_bytes=peak,
+                )
                 for device, (memory, peak) in enumerate(zip(self.simulated.memory, peaks, strict=True))
             ],
             losses=result.losses,
@@ -442,7 +485,8 @@ class PlanInputs:
                 f"check: {remark.partition(INSTEAD)[0]}",
                 f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
             )
-        simulated = simulate_plan(plan, self.chain, self.topology, profiles=self.profiles)
+        of_runtime = plan.model_copy(update={"runtime": runtime})  # whose buffers count
+        simulated = simulate_plan(of_runtime, self.chain, self.topology, profiles=self.profiles)
         costs, crossing, waits = simulated.timeline.costs, list[int](), None
         if isinstance(document, TorchExport):
             share = document.micro_batch_size / document.replicas
@@ -459,6 +503,8 @@ class PlanInputs:
         case = Case(
             name=name,
             document=cast(BuiltExport, document),
+            planned=stage_seconds(simulated),
+            optimizer=plan.optimizer,
             links=cut_links(costs, len(plan.stages) - 1),
             crossing_bytes=crossing,
             all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
@@ -483,6 +529,9 @@ def stage_seconds(simulated: Simulation) -> list[StageSeconds]:
                 backward=first + weight,
                 input=first if program.splits_backward else 0.0,
                 weight=weight,
+                accumulation=0.0
+                if costs.accumulation is None
+                else float(costs.accumulation[device, chunk, 0]),
             )
         )
     return seconds
@@ -553,7 +602,7 @@ def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFil
     )
     topology, profiles = planned_machine(files.plan, files.profile, folder)
     # The seconds of stages that wait are not the device's.
-    slower = 1.0 if result.emulated else corrections.slowdown * slower_alone(result)
+    slower = 1.0 if result.emulated else corrections.slowdown
     new_topology = corrected_topology(topology, corrections, slower)
     topology_file = folder / f"{stem}.topology.toml"
     description = to_toml(new_topology, f"{topology.describe()}, as pplan check measured it")
@@ -573,13 +622,6 @@ def _solve_again(files: PlanAndProfile, topology: Topology, profiles: Mapping[st
     return plan_without_comparison(
         problem, answer.best, answer.result, model=files.plan.model, profile=files.plan.profile
     )
-
-
-def slower_alone(result: Check) -> float:
-    """The stages' forwards and backwards as measured alone, over those of the plan."""
-    planned_seconds = sum(stage.planned.forward + stage.planned.backward for stage in result.of_plan.stages)
-    measured_seconds = sum(stage.alone.forward + stage.alone.backward for stage in result.of_plan.stages)
-    return measured_seconds / planned_seconds if planned_seconds else 1.0
 
 
 def corrected_topology(topology: Topology, corrections: Corrections, slower: float) -> Topology:

@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...cost_models.errors import MachineError
-from .records import CasePrediction, CheckMeasurements, Job
+from .records import CheckMeasurements, Job
 
 POLL_SECONDS = 0.05
 STARTING_SECONDS = 60.0
@@ -47,16 +46,11 @@ OUT_OF_MEMORY = (
 )
 
 
-@dataclass(frozen=True)
-class ProgressCallbacks:
-    """Who is told, meanwhile: what is being done, when it changes, and about how many seconds are left; and
-    every prediction, with the name of its case, before that case runs."""
-
-    doing: Callable[[str, float], object] = lambda *_: None
-    predicted: Callable[[str, CasePrediction], object] = lambda *_: None
+OnProgress = Callable[[str, float], object]
+"""Called when what is being done changes: with that, and about how many seconds are left."""
 
 
-def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements:
+def run_in_processes(job: Job, on_progress: OnProgress = lambda *_: None) -> CheckMeasurements:
     """Runs the job; no process of it is left behind.
 
     Raises MachineError with the words of the process that failed, died, or hangs: it began nothing anew for
@@ -68,7 +62,7 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
         (folder / PARENT).write_text(json.dumps(os.getpid()))
         user_names = () if job.model is None else job.model.by_user
         with _start_workers(folder, job.processes, user_names) as workers:
-            deaths = _watch(workers, folder, job, callbacks or ProgressCallbacks())
+            deaths = _watch(workers, folder, job, on_progress)
         if deaths:
             raise describe_death(folder, deaths)
         return CheckMeasurements.model_validate_json((folder / "found.json").read_text())
@@ -147,21 +141,20 @@ class Death(NamedTuple):
 
 
 def _watch(
-    workers: Mapping[int, subprocess.Popen[bytes]], folder: Path, job: Job, callbacks: ProgressCallbacks
+    workers: Mapping[int, subprocess.Popen[bytes]], folder: Path, job: Job, on_progress: OnProgress
 ) -> list[Death]:
     """Deaths in their order, until one is no follow-up of another's; none if all processes end well.
 
     Raises MachineError when none makes progress.
     """
     running, deaths, until = dict(workers), list[Death](), math.inf
-    doing, since, predictions = dict[int, Any](), time.monotonic(), [job.step_seconds]
+    doing, since = dict[int, Any](), time.monotonic()
     while running and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
-        _report_predictions(folder, callbacks, predictions)
         now = _read_ranks(folder, "doing")
         if 0 in now and now[0] != doing.get(0):
             steps_left = max(job.total_steps - now[0]["steps_done"], 0)
-            callbacks.doing(now[0]["doing"], steps_left * predictions[-1])
+            on_progress(now[0]["doing"], steps_left * job.step_seconds)
         if now != doing:
             doing, since = now, time.monotonic()
         for rank, worker in list(running.items()):
@@ -180,17 +173,7 @@ def _watch(
                 f"check: {what} {_while_doing(folder, 0)}: nothing went on for {job.timeout_seconds:g} s",
                 "Give a longer `timeout`, if that is how long it takes. Else see that no process is stopped.",
             )
-    _report_predictions(folder, callbacks, predictions)
     return deaths
-
-
-def _report_predictions(folder: Path, callbacks: ProgressCallbacks, step_seconds: list[float]) -> None:
-    """Reports new predictions, and adds their steps to those so far, of which the plan's is the first."""
-    while (path := folder / f"{len(step_seconds) - 1}.predicted").is_file():
-        content = json.loads(path.read_text())
-        prediction = CasePrediction.model_validate(content["predicted"])
-        callbacks.predicted(content["name"], prediction)
-        step_seconds.append(prediction.step_seconds)
 
 
 def _read_ranks(folder: Path, suffix: str) -> dict[int, Any]:

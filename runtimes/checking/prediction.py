@@ -19,8 +19,8 @@ from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.program import Program
 from ...cost_models.quantities import format_count
 from ...cost_models.runtime import find_runtime
-from ...cost_models.schedules import PUBLISHED, find_schedule
-from ...cost_models.step_costs import Array, Costs, recompute_shares
+from ...cost_models.schedules import PUBLISHED
+from ...cost_models.step_costs import Array, Costs
 from ...cost_models.timeline import Timeline, simulate
 from ...profiler.measured_links import fit_link
 from ..documents import PipeExport, TorchExport
@@ -36,59 +36,41 @@ from .records import (
 )
 
 
-def predict_seconds(
-    case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None = None
-) -> float:
-    """Seconds of a step of the case, from stages measured alone.
+def predict_seconds(case: Case, corrections: Corrections | None = None) -> float:
+    """Predict the seconds of a step of the case, from the planned seconds of its stages.
 
     Args:
         case: The case.
-        stages: Seconds by stage; of torchgpipe and FairScale `backward` is without what is recomputed.
         corrections: Those of a calibration.
 
     Returns:
         The sum of all actions where the stages run one after another, else a simulated step.
     """
     if not is_serial(case):
-        return predict_step(case, stages, corrections).step_seconds
-    micro_batch_seconds = sum(stage.forward + stage.backward for stage in stages)
-    recompute_seconds = count_recomputed(case) * sum(stage.forward for stage in stages)
-    first_seconds = sum(stage.accumulation for stage in stages)
-    return case.micro_batches * micro_batch_seconds + recompute_seconds - first_seconds
+        return predict_step(case, corrections).step_seconds
+    # A planned backward includes what it recomputes.
+    repeated = count_recomputed(case)
+    saving = case.micro_batches - repeated if repeated else 0
+    return sum(
+        case.micro_batches * (stage.forward + stage.backward) - saving * stage.forward - stage.accumulation
+        for stage in case.planned
+    )
 
 
-def predict_step(
-    case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None = None
-) -> Timeline:
-    """A simulated step of the case, from stages measured alone."""
-    document, runtime = case.document, find_runtime(case.document.runtime)
-    factors, splits, overhead = corrections or Corrections(), False, 0.0
-    if isinstance(document, TorchExport):
-        program = document.program
-        splits = splits_backward(document.actions)
-        overhead = factors.looped_overhead if is_looped(document) else factors.overhead
-    else:
-        (schedule,) = runtime.schedules
-        program = find_schedule(schedule).program(len(stages), case.micro_batches, 1)
-    scaled = [_scale_seconds(stage, factors.slowdown) for stage in stages]
+def predict_step(case: Case, corrections: Corrections | None = None) -> Timeline:
+    """Simulate a step of torch.distributed.pipelining, from the planned seconds of the stages."""
+    document, factors = case.torch, corrections or Corrections()
+    program, splits = document.program, splits_backward(document.actions)
+    overhead = factors.looped_overhead if is_looped(document) else factors.overhead
+    scaled = [_scale_seconds(stage, factors.slowdown) for stage in case.planned]
     crossing_bytes = case.crossing_bytes or [0] * len(case.links)
     links = [_link(link, sent, factors) for link, sent in zip(case.links, crossing_bytes, strict=True)]
     latency, occupancy = _by_cut(program, links)
-    shares = launch = relaunch = repeat = None
-    if isinstance(document, PipeExport):
-        shares = recompute_shares(document.checkpoint, program)
-        launch = _by_place(program, [stage.forward_launch for stage in scaled])
-        repeat = shares * launch
-        relaunch = _by_place(program, [stage.backward_launch for stage in scaled]) + repeat
     costs = Costs(
         forward=_by_place(program, [stage.forward for stage in scaled]),
         backward=_by_place(program, [stage.input if splits else stage.backward for stage in scaled]),
         weight=_by_place(program, [stage.weight for stage in scaled]) if splits else None,
         accumulation=_by_place(program, [stage.accumulation for stage in scaled]),
-        recompute=shares,
-        forward_launch=launch,
-        backward_launch=relaunch,
-        recompute_launch=repeat,
         forward_latency=latency,
         forward_occupancy=occupancy,
         backward_latency=latency,
@@ -96,7 +78,6 @@ def predict_step(
         overhead=np.full(program.devices, overhead) if overhead else None,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
         tied=tuple(weight.cost() for weight in case.tied),
-        hosts="one" if runtime.one_process else "each",
     )
     return simulate(program, costs)
 
@@ -142,7 +123,7 @@ def is_serial(case: Case) -> bool:
 
 
 def count_recomputed(case: Case) -> int:
-    """Micro-batches whose forward runs again beyond the backward that is measured alone."""
+    """Micro-batches whose forward runs again."""
     if not isinstance(case.document, PipeExport):
         return 0
     count = case.micro_batches
@@ -191,7 +172,7 @@ def fit_corrections(
     """
     pairs = list(zip(cases, results, strict=True))
     plain = Corrections()
-    starts = [plain, plain.model_copy(update={"slowdown": _slowdown(results)})]
+    starts = [plain, plain.model_copy(update={"slowdown": _slowdown(pairs)})]
     if links is not None and len(set(links.sizes)) > 1:
         line = fit_link(links.sizes, links.seconds)
         link = {"latency": line.latency_seconds, "bandwidth": line.bandwidth_bytes_per_second}
@@ -219,12 +200,11 @@ def cross_validate(
     for index, (case, result) in enumerate(zip(cases, results, strict=True)):
         training = [other for other in range(len(cases)) if other != index]
         corrections = fit_corrections([cases[i] for i in training], [results[i] for i in training], links)
-        calibrated = predict_seconds(case, result.predicted.stages, corrections)
         held_out.append(
             HeldOutCase(
                 name=case.name,
-                predicted_step_seconds=result.predicted.step_seconds,
-                calibrated_step_seconds=calibrated,
+                predicted_step_seconds=predict_seconds(case),
+                calibrated_step_seconds=predict_seconds(case, corrections),
                 measured_step_seconds=median(result.ran.step_seconds),
             )
         )
@@ -242,22 +222,20 @@ def _with_overheads(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corre
     return corrections.model_copy(update={"overhead": default, "looped_overhead": default} | overheads)
 
 
-def _slowdown(results: Sequence[CaseResult]) -> float:
+def _slowdown(pairs: Sequence[tuple[Case, CaseResult]]) -> float:
     """1 where no stage takes long enough to tell."""
     ratios = []
-    for result in results:
-        for alone, ran in zip(result.predicted.stages, result.ran.stages, strict=True):
-            together, before = ran.forward + ran.backward, alone.forward + alone.backward
-            if before > SHORTEST_SECONDS:
-                ratios.append(together / before)
+    for case, result in pairs:
+        for planned, ran in zip(case.planned, result.ran.stages, strict=True):
+            seconds = planned.forward + planned.backward
+            if seconds > SHORTEST_SECONDS:
+                ratios.append((ran.forward + ran.backward) / seconds)
     return median(ratios) if ratios else 1.0
 
 
 def _overhead(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections, name: str) -> float:
     """Additional seconds of every action; 0 if the predictions are too long without."""
-    longest = max(
-        max(stage.forward, stage.backward) for _, result in pairs for stage in result.predicted.stages
-    )
+    longest = max(max(stage.forward, stage.backward) for case, _ in pairs for stage in case.planned)
 
     def missed(overhead: float) -> float:
         trial = corrections.model_copy(update={name: overhead})
@@ -267,8 +245,7 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections
 
 
 def _missed(case: Case, result: CaseResult, corrections: Corrections) -> float:
-    step = predict_seconds(case, result.predicted.stages, corrections)
-    return abs(math.log(step / median(result.ran.step_seconds)))
+    return abs(math.log(predict_seconds(case, corrections) / median(result.ran.step_seconds)))
 
 
 def find_minimum(function: Callable[[float], float], low: float, high: float, width: float) -> float:

@@ -64,7 +64,6 @@ class StageSeconds(Record):
 
     `backward` is the whole one; `input` and `weight` are its two parts where the schedule runs them apart.
     `accumulation`: what of it (of `weight`) the first of a step does not take, which adds to no gradients.
-    `forward_launch` and `backward_launch`: the host's, where that is not the device itself.
     """
 
     forward: SignedSeconds
@@ -72,8 +71,6 @@ class StageSeconds(Record):
     input: SignedSeconds = 0.0
     weight: SignedSeconds = 0.0
     accumulation: SignedSeconds = 0.0
-    forward_launch: SignedSeconds = 0.0
-    backward_launch: SignedSeconds = 0.0
 
 
 class StageWaits(Record):
@@ -119,7 +116,7 @@ class WeightSum(Record):
 
 
 class Corrections(Record):
-    """What a calibration adds to a prediction: measured seconds are those alone times `slowdown`, and every
+    """What a calibration adds to a prediction: stages take their planned seconds times `slowdown`, and every
     action takes `overhead` besides: `looped_overhead` where a device holds several stages or its schedule
     splits the backward, which PyTorch runs by another loop. A transfer takes `latency` and its bytes over
     `bandwidth` (None: as without)."""
@@ -131,16 +128,23 @@ class Corrections(Record):
     bandwidth: Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)] | None = None
 
 
+MEMORY_STEPS = 2
+"""Steps whose memory is measured: one makes the optimizer's states."""
+
+
 class Case(Record):
     """One pipeline to be run, by any runtime whose stages pplan builds.
 
-    `links` by cut, `all_reduce` by device and chunk: seconds, as for the plan's machine. `crossing_bytes` by
-    cut and `waits` are those of torch.distributed.pipelining.
+    `planned`: seconds by stage as the plan predicts them. `links` by cut, `all_reduce` by device and chunk:
+    seconds, as for the plan's machine. `crossing_bytes` by cut and `waits` are those of
+    torch.distributed.pipelining. `optimizer`: the plan's, whose states are measured.
     """
 
     name: str
     document: Annotated[BuiltExport, Field(discriminator="runtime")]
     links: list[CutLink]
+    planned: list[StageSeconds] = []
+    optimizer: str = "sgd"
     crossing_bytes: list[int] = []
     all_reduce: list[list[float]] | None = None
     tied: list[WeightSum] = []
@@ -185,9 +189,9 @@ class Job(Record):
     step_seconds: Seconds = 0.0
     """Of the plan, as it was predicted: what is left of the check is told by it."""
     timeout_seconds: float = 120.0
-    corrections: Corrections | None = None
     calibration: list[Case] = []
-    """Run before the cases: the corrections are fitted to them, where none are given."""
+    """Run before the cases, for corrections to be fitted to them."""
+    measures_memory: bool = True
     link_sizes: list[int] = []
     """Bytes of the transfers that are measured between neighbours; none where it is empty."""
 
@@ -205,7 +209,8 @@ class Job(Record):
     def case_steps(self, compared: int) -> int:
         """Of one case."""
         plain = 0 if self.model is None else compared * self.processes
-        return plain + compared + self.warm_ups + self.steps
+        memory = MEMORY_STEPS if self.measures_memory and self.model is not None else 0
+        return plain + compared + self.warm_ups + self.steps + memory
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -224,24 +229,14 @@ class Job(Record):
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
 
-class CasePrediction(Record):
-    """A case's prediction, written down before it runs, from stages measured alone in the same processes.
-
-    `calibrated_step_seconds`: with the corrections; None without.
-    """
-
-    stages: list[StageSeconds]
-    step_seconds: StepSeconds
-    calibrated_step_seconds: StepSeconds | None = None
-
-
 class RunSeconds(Record):
     """The measured times of a case: medians over the steps by stage, and `step_seconds` of every step."""
 
     stages: list[StageSeconds]
     step_seconds: list[StepSeconds]
     peak_bytes: list[TotalBytes | None] = []
-    """By device of the pipeline: the most allocated on a replica's GPU; None on the CPU."""
+    """By device of the pipeline: the most that a replica held in a step and its update, without the input of
+    the global batch; None where it was not measured."""
 
 
 class Losses(Record):
@@ -273,7 +268,6 @@ class CaseResult(Record):
     """A case that was run."""
 
     name: str
-    predicted: CasePrediction
     ran: RunSeconds
     losses: Losses | None = None
 
@@ -292,8 +286,6 @@ class CheckMeasurements(Record):
     device_name: str
     cases: list[CaseResult]
     links: LinkSeconds | None = None
-    corrections: Corrections | None = None
-    """Those that the predictions were made with: given, or fitted."""
     calibration: list[CaseResult] = []
 
 
@@ -304,31 +296,45 @@ SAME_LOSS = 1e-3
 
 
 class CheckedStage(Record):
-    """Seconds of a micro-batch: as the plan says, as measured alone before the steps (from which the step is
-    predicted), and in the steps."""
+    """Seconds of a micro-batch, as the plan predicts them and as measured in the steps."""
 
     first_layer: LayerIndex
     last_layer: LayerIndex
     devices: list[DeviceIndex]
     planned: StageSeconds
-    alone: StageSeconds
     measured: StageSeconds
 
 
 class CheckedDevice(Record):
-    """Bytes of a device of the pipeline; measured only on a GPU."""
+    """Peak bytes of a device of the pipeline: the plan's ledger, and what was measured.
+
+    `unseen`: terms of the ledger that the measurement cannot see. `measured_bytes`: by CUDA's allocator, or
+    of the live tensors of a process on a CPU, without the input of the global batch, which the ledger does
+    not count. None if it was not measured.
+    """
 
     device: DeviceIndex
     planned_bytes: TotalBytes
+    unseen: dict[str, TotalBytes] = {}
     measured_bytes: TotalBytes | None = None
+
+    @property
+    def expected_bytes(self) -> int:
+        """The ledger without what the measurement cannot see."""
+        return self.planned_bytes - sum(self.unseen.values())
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the ledger: expected over measured, less 1."""
+        return self.expected_bytes / self.measured_bytes - 1 if self.measured_bytes else None
 
 
 class CheckedCase(Record):
     """A pipeline that was run.
 
-    `planned_step_seconds`: the plan's own prediction, from its profile and for its machine.
-    `predicted_step_seconds`: from the stages as they were measured here, before the steps;
-    `calibrated_step_seconds` with corrections besides. `step_seconds`: of every step.
+    `predicted_step_seconds`: the plan's prediction, from its profile and for its machine (on a CPU, where
+    stages share a thread, the sum of their seconds); `calibrated_step_seconds` with corrections besides.
+    `step_seconds`: of every step.
     """
 
     name: str
@@ -336,7 +342,6 @@ class CheckedCase(Record):
     schedule: str
     micro_batches: MicroBatches
     micro_batch_size: MiniBatch
-    planned_step_seconds: StepSeconds
     predicted_step_seconds: StepSeconds
     calibrated_step_seconds: StepSeconds | None = None
     step_seconds: Annotated[list[StepSeconds], Field(min_length=1)]
@@ -351,7 +356,7 @@ class CheckedCase(Record):
 
     @property
     def expected_step_seconds(self) -> float:
-        """The best prediction there is: calibrated, else from the stages alone."""
+        """The best prediction there is: calibrated, else the plan's."""
         calibrated = self.calibrated_step_seconds
         return self.predicted_step_seconds if calibrated is None else calibrated
 

@@ -99,10 +99,9 @@ def test_the_check_of_another_plan_is_refused(here: Path, profile: Profile) -> N
                     "schedule": "1f1b",
                     "micro_batches": 1,
                     "micro_batch_size": 8,
-                    "planned_step_seconds": 1.0,
                     "predicted_step_seconds": 1.0,
                     "step_seconds": [1.0],
-                    "stages": [stage | dict.fromkeys(("planned", "alone", "measured"), seconds)],
+                    "stages": [stage | dict.fromkeys(("planned", "measured"), seconds)],
                 }
             ],
         }

@@ -54,7 +54,7 @@ TABLES = {
     "lint": (f"lint Et*2|t*2|t*2|t*2L {DEGREES}", "rank layout memory"),
     "schedules": ("simulate --list", "name bubble paper"),
     "topology": ("machine list", "name GPUs"),
-    "check": ("check toy.plan.json", "stage devices predicted measured error alone"),
+    "check": ("check toy.plan.json", "stage devices predicted measured error"),
     "doctor": ("machine doctor", "what found"),
     "topology_show": ("machine show dgx-h100 --gpus 16", "bandwidth latency"),
 }
@@ -72,7 +72,7 @@ def _check() -> Check:
     longer = {name: 1.0731 * value for name, value in seconds.items()}
     stages = [
         {"first_layer": first, "last_layer": first + 11, "devices": devices}
-        | {"planned": seconds, "alone": seconds, "measured": longer}
+        | {"planned": seconds, "measured": longer}
         for first, devices in ((0, [0, 1]), (12, [2, 3]), (24, [4]), (36, [5]))
     ]
     case = {
@@ -82,10 +82,11 @@ def _check() -> Check:
         "micro_batch_size": 4,
         "stages": stages,
     }
-    case |= {"planned_step_seconds": 0.431, "predicted_step_seconds": 0.439, "calibrated_step_seconds": 0.452}
+    case |= {"predicted_step_seconds": 0.439, "calibrated_step_seconds": 0.452}
     case |= {"step_seconds": [0.461, 0.455, 0.472]}
     case["devices"] = [
         {"device": device, "planned_bytes": 5 * 2**30, "measured_bytes": (5 * 2**30) + 2**27}
+        | {"unseen": {"context": 2**29, "reserve": 2**28, "master_weights": 2**28}}
         for device in range(6)
     ]
     fitted = {"overhead": 1e-4, "looped_overhead": 2e-4, "slowdown": 1.05, "latency": 5e-5, "bandwidth": 4e9}

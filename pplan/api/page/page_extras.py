@@ -159,31 +159,39 @@ def check_tables(check: Check) -> Iterator[PageTable]:
     """Predicted against measured: the step of every case, and the stages of the plan."""
     columns: list[Column] = [
         ("", lambda case: TableCell(case.name)),
-        ("plan says", lambda case: seconds_cell(case.planned_step_seconds)),
         ("predicted", lambda case: seconds_cell(case.expected_step_seconds)),
         ("measured", lambda case: seconds_cell(case.measured_step_seconds)),
         ("error", lambda case: _signed(case.error)),
     ]
     yield make_table("The step, predicted against measured", columns, check.cases)
     yield _checked_stages(check.of_plan)
+    if any(device.measured_bytes is not None for device in check.of_plan.devices):
+        yield _checked_memory(check.of_plan)
 
 
 def _checked_stages(case: CheckedCase) -> PageTable:
     def seconds(source: str, direction: str) -> Column:
-        word = {"planned": "plan says", "alone": "alone", "measured": "measured"}[source]
+        word = {"planned": "predicted", "measured": "measured"}[source]
         return f"{direction}: {word}", lambda row: seconds_cell(getattr(getattr(row[1], source), direction))
 
     columns: list[Column] = [
         ("stage", lambda row: count_cell(row[0])),
-        *(
-            seconds(source, way)
-            for way in ("forward", "backward")
-            for source in ("planned", "alone", "measured")
-        ),
+        *(seconds(source, way) for way in ("forward", "backward") for source in ("planned", "measured")),
     ]
     return make_table(
         "Stages of the plan; time per micro-batch per replica", columns, list(enumerate(case.stages))
     )
+
+
+def _checked_memory(case: CheckedCase) -> PageTable:
+    columns: list[Column] = [
+        ("device", lambda device: count_cell(device.device)),
+        ("ledger", lambda device: bytes_cell(device.planned_bytes)),
+        ("of it not seen", lambda device: bytes_cell(sum(device.unseen.values()))),
+        ("measured", lambda device: bytes_cell(device.measured_bytes)),
+        ("error", lambda device: TableCell("") if device.error is None else _signed(device.error)),
+    ]
+    return make_table("Peak memory, the ledger against a measured step", columns, case.devices)
 
 
 def _signed(share: float) -> TableCell:

@@ -24,7 +24,6 @@ from ....cost_models.errors import PplanError
 from ....cost_models.text_files import escape_text
 from ....profiler.user_model import at_user_line, first_line, is_out_of_memory
 from ..launching import LOST, STARTING_SECONDS
-from ..records import CasePrediction
 
 
 class RankJournal:
@@ -33,7 +32,6 @@ class RankJournal:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.doing, self.since = "", time.monotonic()
-        self._predictions = 0
         self._steps = 0
 
     @property
@@ -50,12 +48,6 @@ class RankJournal:
         """So many steps are done, by all processes."""
         self.since = time.monotonic()
         self._steps += count
-
-    def write_prediction(self, name: str, prediction: CasePrediction) -> None:
-        """Written down before the case runs."""
-        content = {"name": name, "predicted": prediction.model_dump(mode="json")}
-        self.write(f"{self._predictions}.predicted", content)
-        self._predictions += 1
 
     def write_failure(self, failure: Failure) -> None:
         """Why this process ends."""

@@ -1,5 +1,4 @@
-"""One process of a check: builds each case, measures it alone, predicts it and runs it with the other
-processes.
+"""One process of a check: builds each case and runs it with the other processes.
 
 Started with `-m` and a folder. If the user's torchrun started `pplan check`, that calls
 `run_in_torchrun` itself.
@@ -33,21 +32,18 @@ from ....profiler.user_model import ModelInput
 from ...deepspeed import start as start_deepspeed
 from ...documents import DeepspeedExport
 from ..launching import end_with_parent
-from ..prediction import count_recomputed, fit_corrections, predict_seconds
 from ..records import (
+    MEMORY_STEPS,
     Case,
-    CasePrediction,
     CaseResult,
     CheckMeasurements,
-    Corrections,
     Job,
     LinkSeconds,
     Losses,
     RunSeconds,
     StageSeconds,
 )
-from . import adapters
-from .adapters import PipelineAdapter
+from .checked_training import CheckedTraining
 from .journal import RankJournal, describe_failure, hang_watch
 from .trained_model import TrainingTarget, load_target, plain_losses, vary_samples, without_dropout
 
@@ -107,26 +103,22 @@ class CheckGroup:
 class CaseRun:
     """One case. `compared`: steps whose losses are held against the plain model's."""
 
-    def __init__(
-        self, group: CheckGroup, case: Case, corrections: Corrections | None, *, compared: int
-    ) -> None:
-        self.group, self.job, self.case, self.corrections = group, group.job, case, corrections
+    def __init__(self, group: CheckGroup, case: Case, *, compared: int) -> None:
+        self.group, self.job, self.case = group, group.job, case
         self.compared = 0 if case.waits is not None else compared
 
     def result(self) -> CaseResult:
-        """Predicts, then runs; the same in every process."""
+        """Run it; the same in every process."""
         self._begin("building the model")
         target = load_target(self.job.model, self.case)
         samples = vary_samples(target.example.repeated(self.case.document.mini_batch))
         plain_losses_of_steps, reason = self._train_plain(target, samples)
         self._begin("building the pipeline")
-        pipeline = _build_adapter(self.group.device, self.case, target)
-        self._begin("measuring the stages alone")
-        prediction = self._predict(pipeline)
+        pipeline = CheckedTraining(self.case, target, self.group.device)
         losses = self._compare_losses(pipeline, samples, plain_losses_of_steps, reason)
         ran = self._run(pipeline, samples)
         pipeline.close()
-        return CaseResult(name=self.case.name, predicted=prediction, ran=ran, losses=losses)
+        return CaseResult(name=self.case.name, ran=ran, losses=losses)
 
     def _begin(self, doing: str) -> None:
         self.group.journal.begin(f"{doing} ({self.case.name})")
@@ -145,28 +137,6 @@ class CaseRun:
         self.group.journal.add_steps(self.compared * self.job.processes)
         return losses
 
-    def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
-        """Predicts the case from its stages measured alone."""
-        dist.barrier()
-        stages = self._by_stage(self.group.gather(pipeline.measure_stages()))
-        corrections = self.corrections
-        prediction = CasePrediction(
-            # Their backward includes what it recomputes, as in the steps.
-            stages=[
-                stage.model_copy(update={"backward": stage.backward + stage.forward})
-                if count_recomputed(self.case)
-                else stage
-                for stage in stages
-            ],
-            step_seconds=predict_seconds(self.case, stages),
-            calibrated_step_seconds=None
-            if corrections is None
-            else predict_seconds(self.case, stages, corrections),
-        )
-        if self.group.is_first:
-            self.group.journal.write_prediction(self.case.name, prediction)
-        return prediction
-
     def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
         """The slowest replica of every stage."""
         return [
@@ -175,7 +145,7 @@ class CaseRun:
         ]
 
     def _compare_losses(
-        self, pipeline: PipelineAdapter, samples: ModelInput, plain: list[float] | None, reason: str
+        self, pipeline: CheckedTraining, samples: ModelInput, plain: list[float] | None, reason: str
     ) -> Losses | None:
         """The losses of the first steps."""
         if not self.compared:
@@ -184,25 +154,23 @@ class CaseRun:
         for number in range(self.compared):
             self._begin(f"step {number + 1} of those compared")
             with without_dropout(pipeline.model):
-                own_losses = [float(loss) for loss in pipeline.step(pipeline.feed(samples))]
+                losses.append(float(pipeline.step(samples)))
             pipeline.update()
-            all_losses = [loss for process_losses in self.group.gather(own_losses) for loss in process_losses]
-            losses.append(sum(all_losses) / max(len(all_losses), 1))
             self.group.journal.add_steps()
         return Losses(pipeline=losses, plain=plain, reason=reason)
 
-    def _run(self, pipeline: PipelineAdapter, samples: ModelInput) -> RunSeconds:
-        """The steps on the clock, after those that only warm up."""
+    def _run(self, pipeline: CheckedTraining, samples: ModelInput) -> RunSeconds:
+        """The steps on the clock, after those that only warm up, and those whose memory is measured."""
         pipeline.watch()
         seconds = []
         for number in range(self.job.warm_ups + self.job.steps):
             self._begin(f"step {number + 1}")
             if number == self.job.warm_ups:
-                _forget_stamps(pipeline)
-            batch = pipeline.feed(samples)
+                for stamps in pipeline.stamps:
+                    stamps.forget()
             dist.barrier()
             start = time.perf_counter()
-            pipeline.step(batch)
+            pipeline.step(samples)
             for device in _gpus(pipeline.devices):
                 torch.cuda.synchronize(device)
             seconds.append((start, time.perf_counter()))
@@ -210,8 +178,12 @@ class CaseRun:
                 stamps.settle()
             pipeline.update()
             self.group.journal.add_steps()
-        results = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
-        return self._join(self.group.gather(results))
+        seconds_by_stage, peaks = pipeline.stage_seconds(), [0] * len(pipeline.devices)
+        if self.job.measures_memory and self.case.waits is None:
+            self._begin("measuring memory")
+            peaks = pipeline.peak_bytes(samples, lambda: self._begin("measuring memory in a second step"))
+            self.group.journal.add_steps(MEMORY_STEPS)
+        return self._join(self.group.gather((seconds[self.job.warm_ups :], seconds_by_stage, peaks)))
 
     def _join(self, everyone: Sequence[Any]) -> RunSeconds:
         """Joins the measurements of all processes. A step lasts from the common start to the last process's
@@ -224,19 +196,6 @@ class CaseRun:
             step_seconds=[max(end - start for start, end in times) for times in by_step],
             peak_bytes=[max(peaks[i : i + replicas]) or None for i in range(0, len(peaks), replicas)],
         )
-
-
-def _forget_stamps(pipeline: PipelineAdapter) -> None:
-    """Drops stamps and memory peaks so far, those of warm-ups."""
-    for stamps in pipeline.stamps:
-        stamps.forget()
-    for device in _gpus(pipeline.devices):
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peaks(devices: Sequence[torch.device]) -> list[int]:
-    """The most bytes allocated on each device; 0 where that is not known."""
-    return [torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0 for device in devices]
 
 
 def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -255,15 +214,8 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         journal.begin("measuring the links")
         links = measure_links(job.link_sizes, group)
 
-    def run(case: Case, corrections: Corrections | None, compared: int) -> CaseResult:
-        return CaseRun(group, case, corrections, compared=compared).result()
-
-    calibration = [run(case, None, 0) for case in job.calibration]
-    corrections = job.corrections
-    if calibration:
-        # Every process has the same figures, and so fits the same.
-        corrections = fit_corrections(job.calibration, calibration, links)
-    results = [run(case, corrections, job.compared_steps) for case in job.cases]
+    calibration = [CaseRun(group, case, compared=0).result() for case in job.calibration]
+    results = [CaseRun(group, case, compared=job.compared_steps).result() for case in job.cases]
     _leave()
     if process.rank:
         return None
@@ -272,7 +224,6 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         device_name=device_name(group.device),
         cases=results,
         links=links,
-        corrections=corrections,
         calibration=calibration,
     )
 
@@ -309,13 +260,6 @@ def _leave() -> None:
     """
     gc.collect()
     dist.destroy_process_group()
-
-
-def _build_adapter(device: torch.device, case: Case, target: TrainingTarget) -> PipelineAdapter:
-    adapter: PipelineAdapter = getattr(adapters, find_runtime(case.document.runtime).adapter)(
-        case, target, device
-    )
-    return adapter
 
 
 def main(arguments: Sequence[str]) -> int:

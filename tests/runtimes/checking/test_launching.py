@@ -21,7 +21,6 @@ from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
 from pplan.runtimes.checking.launching import (
     Death,
-    ProgressCallbacks,
     describe_death,
     run_in_processes,
 )
@@ -39,7 +38,7 @@ MODEL = """
     class Dies(nn.Module):
         def forward(self, given):
             # Where it is a stage of its own: before, it is traced and compared in every process.
-            in_stage = any(frame.name == "_predict" for frame in traceback.extract_stack())
+            in_stage = any(frame.name == "_run" for frame in traceback.extract_stack())
             if os.environ["RANK"] == "1" and given.requires_grad and in_stage:
                 print("last words", flush=True, file=__import__("sys").stderr)
                 os._exit(7)
@@ -47,7 +46,7 @@ MODEL = """
 
     class Hangs(nn.Module):
         def forward(self, given):
-            in_stage = any(frame.name == "_predict" for frame in traceback.extract_stack())
+            in_stage = any(frame.name == "_run" for frame in traceback.extract_stack())
             if os.environ["RANK"] == "1" and given.requires_grad and in_stage:
                 stuck_in_the_model()
             return given
@@ -109,9 +108,7 @@ def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
     )
     with pytest.raises(MachineError) as caught:
         run_in_processes(job)
-    assert caught.value.what == (
-        "check: rank 1 died while measuring the stages alone (1f1b x 4): exit status 7"
-    )
+    assert caught.value.what == ("check: rank 1 died while step 1 (1f1b x 4): exit status 7")
     assert caught.value.hint.endswith("last words")
     assert len(started) == 2
     assert all(map(gone, started))
@@ -170,7 +167,7 @@ def test_a_process_that_hangs(make_case: MakeCase, started: list[int]) -> None:
     )
     with pytest.raises(MachineError) as caught:
         run_in_processes(job)
-    doing = "measuring the stages alone (1f1b x 4)"
+    doing = "step 1 (1f1b x 4)"
     assert caught.value.what == f"check: rank 1 hangs while {doing}: nothing went on for 8 s"
     assert "in stuck_in_the_model" in caught.value.hint
     assert len(started) == 2
@@ -237,7 +234,7 @@ def test_a_check_that_is_killed_leaves_no_process_and_no_file(
         watch, launching._watch = launching._watch, note
         launching._command = lambda folder, *_: [sys.executable, "pretending.py", str(folder)]
         job = Job.model_validate_json(Path("job.json").read_text())
-        launching.run_in_processes(job, launching.ProgressCallbacks(doing=kill))
+        launching.run_in_processes(job, kill)
     """
     (tmp_path / "checks.py").write_text(dedent(check))
     ended = forked_python(tmp_path / "output", tmp_path, "checks.py").wait(60)
@@ -258,7 +255,7 @@ def test_an_interruption_leaves_nothing_behind(
     job = Job(model=None, cases=[make_case("1f1b")], step_seconds=10)
     # Two steps warm up, five are timed, and two of these seven are done; no model, so none is compared.
     with pytest.raises(KeyboardInterrupt, match=r"step 1 \(plan\): 50 s left"):
-        run_in_processes(job.model_copy(update={"compared_steps": 0}), ProgressCallbacks(doing=interrupt))
+        run_in_processes(job.model_copy(update={"compared_steps": 0}), interrupt)
     assert started
     assert all(map(gone, started))
 

@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from pplan.runtimes.checking.records import Case, CasePrediction, Job, ModelSpec
+from pplan.runtimes.checking.launching import run_in_processes
+from pplan.runtimes.checking.records import Case, Job, ModelSpec
 
 MakeCase = Callable[..., Case]
 MODEL = """
@@ -24,11 +24,10 @@ MODEL = """
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, CasePrediction]]:
-    """The predictions that are announced; a working directory with the models."""
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the models."""
     (tmp_path / "runtime_models.py").write_text(dedent(MODEL))
     monkeypatch.chdir(tmp_path)
-    return []
 
 
 def job_of(cases: list[Case]) -> Job:
@@ -36,32 +35,33 @@ def job_of(cases: list[Case]) -> Job:
     return Job(model=spec, cases=cases, steps=2, warm_ups=1)
 
 
-def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> None:
-    """Every case trains as the plain model, and was predicted before it ran."""
-    found = run_in_processes(job, ProgressCallbacks(predicted=lambda name, made: told.append((name, made))))
+def check(job: Job, backend: str) -> None:
+    """Every case trains as the plain model, and its memory is measured where a process has one stage."""
+    found = run_in_processes(job)
     assert found.backend == backend
-    assert told == [(case.name, case.predicted) for case in found.cases]
-    assert len(told) == len(job.cases)
     for case, ran in zip(job.cases, found.cases, strict=True):
         assert ran.losses is not None
         assert ran.losses.plain is not None
         assert len(set(ran.losses.plain)) == 2
         assert ran.losses.pipeline == pytest.approx(ran.losses.plain, rel=1e-4)
         assert len(ran.ran.step_seconds) == 2
-        assert len(ran.ran.stages) == len(ran.predicted.stages) == len(case.parts) - 1
-        assert all(own.forward > 0 and own.backward > 0 for own in (*ran.ran.stages, *ran.predicted.stages))
+        assert len(ran.ran.stages) == len(ran.ran.peak_bytes) == len(case.parts) - 1
+        assert all(own.forward > 0 and own.backward > 0 for own in ran.ran.stages)
+        assert all((peak is None) == (backend == "one process") for peak in ran.ran.peak_bytes)
 
 
 @pytest.mark.slow
-def test_one_process(make_runtime_case: MakeCase, told: list[tuple[str, CasePrediction]]) -> None:
+@pytest.mark.usefixtures("models")
+def test_one_process(make_runtime_case: MakeCase) -> None:
     """It ends, with FairScale's threads."""
     cases = [make_runtime_case("fairscale", [2, 3], checkpoint=word) for word in ("never", "except_last")]
-    check(job_of(cases), told, "one process")
+    check(job_of(cases), "one process")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeed(make_runtime_case: MakeCase, told: list[tuple[str, CasePrediction]]) -> None:
+@pytest.mark.usefixtures("models")
+def test_deepspeed(make_runtime_case: MakeCase) -> None:
     """Two stages, and one of two replicas."""
     cases = [make_runtime_case("deepspeed", [2, 3]), make_runtime_case("deepspeed", [5], replicas=2)]
-    check(job_of(cases), told, "gloo")
+    check(job_of(cases), "gloo")

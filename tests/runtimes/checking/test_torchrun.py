@@ -23,10 +23,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import pplan
-from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.launching import run_in_processes
 from pplan.runtimes.checking.records import (
     Case,
-    CasePrediction,
     CheckMeasurements,
     Job,
     ModelSpec,
@@ -176,12 +175,11 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
 @pytest.fixture(scope="module")
 def trained(
     make_case: MakeCase, torchrun: object, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[CheckMeasurements, list[tuple[str, CasePrediction]]]]:
+) -> Iterator[CheckMeasurements]:
     """Cases of one model, and one whose stages wait, in the same two processes."""
     del torchrun  # they go on meanwhile
     folder = tmp_path_factory.mktemp("trained")
     (folder / "checked_models.py").write_text(dedent(TRAINED))
-    said: list[tuple[str, CasePrediction]] = []
     own: dict[str, Any] = {"model": "checked_models:small", "size": 3}
     waits = StageSeconds(forward=0.004, backward=0.008, input=0.004, weight=0.004)
     job = Job(
@@ -201,7 +199,7 @@ def trained(
     before = Path.cwd()
     os.chdir(folder)
     try:
-        yield run_in_processes(job, ProgressCallbacks(predicted=lambda *made: said.append(made))), said
+        yield run_in_processes(job)
         if sys.platform.startswith("linux"):
             # Python ends; what gloo still does then with a tensor aborts the process.
             assert not any("gloo" in (folder / f"threads.{rank}").read_text() for rank in range(2))
@@ -210,8 +208,8 @@ def trained(
 
 
 @pytest.mark.slow
-def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, Any]) -> None:
-    found, _ = trained
+def test_every_case_trains_as_the_plain_model(trained: CheckMeasurements) -> None:
+    found = trained
     assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)
     plain = {tuple(case.losses.plain or ()) for case in found.cases[:3] if case.losses is not None}
     assert len(plain) == 1
@@ -224,34 +222,31 @@ def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, 
 
 
 @pytest.mark.slow
-def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[CheckMeasurements, Any]) -> None:
-    found, said = trained
-    results = [*found.calibration, *found.cases]
-    assert [name for name, _ in said] == [result.name for result in results]
-    for (_, told), result in zip(said, results, strict=True):
-        assert told == result.predicted
-    assert all(case.predicted.calibrated_step_seconds is not None for case in found.cases)
-    assert found.calibration[0].predicted.calibrated_step_seconds is None
-    assert found.corrections is not None
-    assert found.links is not None
-    assert found.links.sizes == [1024, 65536]
+def test_links_and_memory_are_measured(trained: CheckMeasurements) -> None:
+    """Each process holds its weights at least. Nothing is measured of stages that wait."""
+    assert trained.links is not None
+    assert trained.links.sizes == [1024, 65536]
+    *peaks, waiting = [case.ran.peak_bytes for case in trained.cases]
+    assert [len(own) for own in peaks] == [2, 2, 2, 1]
+    assert all(peak is not None and peak > 4 * 100 for own in peaks for peak in own)
+    assert waiting == [None] * 2
 
 
 @pytest.mark.slow
-def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None:
+def test_every_stage_is_measured(trained: CheckMeasurements) -> None:
     """Stages that wait take at least as long as they wait: the input's gradient apart from the weights',
     which on the first stage PyTorch computes together."""
-    found, _ = trained
+    found = trained
     for case, stages in zip(found.cases, (2, 2, 4, 1, 2), strict=True):
-        assert len(case.ran.stages) == len(case.predicted.stages) == stages
+        assert len(case.ran.stages) == stages
         assert len(case.ran.step_seconds) == 2
-        for own in (*case.ran.stages, *case.predicted.stages):
+        for own in case.ran.stages:
             assert own.forward > 0
             assert own.backward > 0
-    for first, last in (found.cases[4].ran.stages, found.cases[4].predicted.stages):
-        assert first.weight >= 0.008
-        assert first.input < first.weight
-        assert min(last.forward, last.input, last.weight) >= 0.004
+    first, last = found.cases[4].ran.stages
+    assert first.weight >= 0.008
+    assert first.input < first.weight
+    assert min(last.forward, last.input, last.weight) >= 0.004
     assert min(found.cases[4].ran.step_seconds) >= 4 * 0.012
 
 

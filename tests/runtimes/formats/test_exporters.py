@@ -19,7 +19,6 @@ from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes import documents, exports, imports
-from pplan.runtimes.checking.processes import adapters
 from pplan.runtimes.documents import (
     DeepspeedExport,
     ExportDocument,
@@ -45,8 +44,6 @@ def test_every_runtime_has_a_document_an_export_and_an_import() -> None:
         assert getattr(documents, row.document).kind == row.name
         assert callable(getattr(exports, row.exporter))
         assert callable(getattr(imports, row.reader))
-        assert bool(row.adapter) == bool(row.builds)
-        assert not row.adapter or issubclass(getattr(adapters, row.adapter), adapters.PipelineAdapter)
 
 
 def test_unknown_runtime_names_the_known_ones(make_plan: MakePlan) -> None:
