@@ -37,7 +37,7 @@ def main(file: str, epochs: int) -> None:
     with build(file, model, cross_entropy, example, optimizer=optimizer) as training:
         scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 30, gamma=0.5)
         first = 0
-        if CHECKPOINT.exists():  # of any plan for this model
+        if training.has_checkpoint(CHECKPOINT):  # of any plan for this model
             progress = training.load(CHECKPOINT)
             scheduler.load_state_dict(progress["scheduler"])
             first = progress["epoch"]

@@ -239,7 +239,11 @@ def _list_replan_notes(plan: Plan, answer: Replan[ScoredPlan], options: ReplanOp
         moved += f" in {format_seconds(answer.move_seconds)}"
     now, before = map(format_seconds, (answer.plan.step_seconds, plan.prediction.step_seconds))
     name = "device" if len(set(options.lost)) == 1 else "devices"
-    notes = [f"without {name} {lost}: {moved}; a step takes {now}, {before} before"]
+    notes = [
+        f"without {name} {lost}: {moved}; a step takes {now}, {before} before",
+        "to resume, export this plan with `script`, name the checkpoint of the old run as CHECKPOINT in the "
+        "script, and start it: any number of stages reads it",
+    ]
     if answer.checkpoint_bytes:
         notes.append(
             f"{format_bytes(answer.checkpoint_bytes)} of the weights are on no device that is left: they "

@@ -196,6 +196,12 @@ def _is_part(entry: Path) -> bool:
     return entry.is_file() and (entry.name in _PARTS or entry.suffix == ".distcp")
 
 
+def find_checkpoint(path: Path) -> Path:
+    """Return the folder, or the earlier checkpoint next to it, if a save ended between its two renames."""
+    old = _beside(path.resolve(), ENDINGS[1])
+    return old if not path.exists() and old.is_dir() else path
+
+
 def read_checkpoint(training: TrainingState, path: Path) -> dict[str, Any]:
     """Read weights and optimizer state that any plan, or the plain model, wrote to a folder.
 
@@ -241,13 +247,9 @@ def read_about(training: TrainingState, path: Path, layout: str = "") -> dict[st
         FileError: No checkpoint is there, or it is of another model or layout, or files are missing.
     """
     if not path.is_dir():
-        beside = [own for ending in ENDINGS if (own := _beside(path.resolve(), ending)).is_dir()]
-        raise FileError(
-            f"{path}: no checkpoint is there",
-            f"A save was interrupted: rename {beside[-1]} to it, if that is whole."
-            if beside
-            else "Name the folder of one.",
-        )
+        partial_save = _beside(path.resolve(), ENDINGS[0])
+        hint = f"A save was interrupted: {partial_save} is not whole." if partial_save.is_dir() else ""
+        raise FileError(f"{path}: no checkpoint is there", hint or "Name the folder of one.")
     about = _read_about_file(training, path)
     if layout and about.get("layout", layout) != layout:
         raise FileError(

@@ -38,6 +38,7 @@ from .checkpoints import (
     TAG,
     ModelTensors,
     TrainingState,
+    find_checkpoint,
     read_about,
     read_checkpoint,
     replace_folder,
@@ -413,8 +414,14 @@ class Training(ABC):
         """
         write_checkpoint(self._state(), Path(path), progress)
 
+    def has_checkpoint(self, path: str | Path) -> bool:
+        """Return whether `load` finds a checkpoint: the folder, or where a save was interrupted NAME.old."""
+        return find_checkpoint(Path(path)).exists()
+
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read what `save` wrote, with any number of stages, or what the plain model wrote.
+
+        If a save was interrupted after it moved the earlier checkpoint away, that one is read: NAME.old.
 
         Returns:
             The progress that was saved.
@@ -422,7 +429,7 @@ class Training(ABC):
         Raises:
             FileError: No checkpoint is there, or it is of another model.
         """
-        progress = read_checkpoint(self._state(), Path(path))
+        progress = read_checkpoint(self._state(), find_checkpoint(Path(path)))
         loaded = {tensor.names: tensor for tensor in self._tensors}  # of several copies, the last
         with torch.no_grad():
             for tensor in self._tensors:
@@ -819,7 +826,8 @@ class DeepspeedTraining(ProcessTraining):
         """
         if not self.keeps_gradients:
             return super().load(path)
-        progress = read_about(self._state(), Path(path), self._layout)
+        folder = find_checkpoint(Path(path))
+        progress = read_about(self._state(), folder, self._layout)
         load, replicas = self.engine.optimizer.load_state_dict, self.document.replicas
         if self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
             # DeepSpeed 0.19.8 hands its optimizer a state where that reads a list of them, and forgets the
@@ -827,7 +835,7 @@ class DeepspeedTraining(ProcessTraining):
             self.engine.optimizer.load_state_dict = lambda state, load_optimizer_states: load(
                 [state] * replicas, load_optimizer_states=load_optimizer_states, load_from_fp32_weights=True
             )
-        self.engine.load_checkpoint(str(path), tag=TAG)
+        self.engine.load_checkpoint(str(folder), tag=TAG)
         self.engine.optimizer.load_state_dict = load
         return progress
 

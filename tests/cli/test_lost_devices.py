@@ -29,6 +29,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     ran = run("solve", str(planned), "--lost", "1", "--within", "20%")
     assert ran.status == 0
     assert "without device 1:" in ran.out
+    assert "to resume, export this plan with --script" in " ".join(ran.out.split())
     assert (
         " moves the fewest weights of the plans without the lost devices that are at most 20 % slower"
         in ran.out
