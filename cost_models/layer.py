@@ -196,6 +196,8 @@ class Chain:
     """Gradients that the first part of a backward leaves for the second, each storage once, with the last
     layer that needs it, shape (layers, sizes); None: not counted."""
     batch_norms: tuple[str, ...] = ()
+    least_size: int = 0
+    """Samples that a replica must get of a micro-batch; the options may ask for more than 1."""
     """Names of layers that normalise each micro-batch by itself."""
     loss_saved_bytes: Vector | None = None
     """Of what the last layer saves, the loss' own, shape (layers, sizes), 0 of the others; None: no loss."""
@@ -219,8 +221,12 @@ class Chain:
 
         Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
         nothing to draw a line through, and only that size can be had: any, where costs scale with samples.
-        A refused size is never had, nor a share between two sizes of which one is.
+        A refused size is never had, nor a share between two sizes of which one is, nor fewer samples than
+        `least_size`.
         """
+        return size >= self.least_size and self._is_costed(size, past_largest=past_largest)
+
+    def _is_costed(self, size: float, *, past_largest: bool) -> bool:
         if self._refusal(size):
             return False
         if len(self.sizes) == 1:
@@ -247,7 +253,7 @@ class Chain:
                 f"micro-batch size {size:g} is no size for this model: {refusal}",
                 "Use larger micro-batches, or fewer replicas.",
             )
-        if not self.reaches(size, past_largest=past_largest):
+        if not self._is_costed(size, past_largest=past_largest):
             measured = ", ".join(str(s) for s in self.sizes)
             raise UsageError(
                 f"micro-batch size {size:g} lies outside the measured sizes ({measured})",

@@ -51,6 +51,12 @@ class BatchSizes:
         if self.micro_batches is not None:
             return [self._requested_size(self.micro_batches)]
         sizes = self._reachable_sizes(batch)
+        if not sizes and batch < self.chain.least_size:
+            raise UsageError(
+                f"min_micro_batch={self.chain.least_size}: the global batch has "
+                f"{format_count(batch, 'sample')}",
+                "Use a larger mini_batch, or a smaller min_micro_batch.",
+            )
         if not sizes:
             raise UsageError(
                 f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
@@ -111,6 +117,12 @@ def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, 
         The size that is needed with the sizes that were measured, and two ways out.
     """
     size, measured = batch // micro_batches, chain.sizes
+    if size < chain.least_size:
+        return (
+            f"{format_count(micro_batches, 'micro-batch')} of {format_count(size, 'sample')}: "
+            f"min_micro_batch={chain.least_size} asks for more on each replica",
+            f"Use micro_batches={max(batch // chain.least_size, 1)} or fewer, or a smaller min_micro_batch.",
+        )
     counts = [batch // own for own in measured if batch % own == 0 and batch // own <= MOST_MICRO_BATCHES]
     needs = f"{format_count(micro_batches, 'micro-batch')} of {format_count(size, 'sample')} need size {size}"
     instead = f"use micro_batches={counts[0]}" if counts else f"use a mini_batch that {measured[0]} divides"

@@ -357,8 +357,8 @@ def list_norm_warnings(problem: Problem, best: ScoredPlan) -> list[str]:
         return []
     return [
         f"{norms[0]} is a batch norm: it normalises each micro-batch of {format_count(samples, 'sample')} a "
-        f"replica by itself, unlike training with whole batches; fewer `micro_batches` (or "
-        f"`micro_batch_sizes` of pplan profile) give it {LEAST_SAMPLES}"
+        f"replica by itself, unlike training with whole batches; min_micro_batch={LEAST_SAMPLES} gives it as "
+        "many (maybe after pplan profile with larger `micro_batch_sizes`)"
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD
 from .batch_sizes import divisors
 from .candidate import (
@@ -136,6 +137,8 @@ def _list_limits(problem: Problem) -> Iterator[str]:
         yield "a device a stage" if runtime.replicas == "none" else "equal replicas"
     if options.max_stages is not None:
         yield "1 stage" if options.max_stages == 1 else f"at most {options.max_stages} stages"
+    if options.min_micro_batch is not None:
+        yield f"at least {format_count(options.min_micro_batch, 'sample')} of a micro-batch on each replica"
     yield from _list_other_limits(problem)
 
 

@@ -42,6 +42,7 @@ MORE_GPUS = 4
 _FREE = PlanOptions()
 _NARROWING = (
     *("pins", "cut_after", "keep_together", "max_stages", "use_all", "runtime", "micro_batches"),
+    *("min_micro_batch",),
     *("schedule", "recompute", "planner"),
 )
 """Options that leave plans out."""
@@ -256,7 +257,7 @@ def _check_sizes(problem: Problem) -> Iterator[InfeasibleError]:
     configs = problem.configs
     if any(problem.replica_choices(config.micro_batch_size) for config in configs):
         return
-    yield InfeasibleError(*unmeasured_size(problem.chain, problem.mini_batch, configs[0].micro_batches))
+    yield InfeasibleError(*unmeasured_size(problem.sized_chain, problem.mini_batch, configs[0].micro_batches))
 
 
 def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:

@@ -229,6 +229,13 @@ class PlanOptions(TrainingOptions):
     )
     use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")
     max_stages: int | None = _search(None, arguments.optional_whole, "N", "At most so many stages.", least=1)
+    min_micro_batch: int | None = _search(
+        None,
+        arguments.optional_whole,
+        "N",
+        "Samples of a micro-batch on a replica, at the least: 8 for models with batch norms, say.",
+        least=1,
+    )
     cut_after: Converted[Sequence[str], tuple[str, ...]] = _search(
         (), arguments.words, "LAYER", "A stage must end there. Can be repeated.", repeats=True
     )

@@ -103,7 +103,7 @@ class Problem:
     @cached_property
     def _batch_sizes(self) -> BatchSizes:
         return BatchSizes(
-            self.chain,
+            self.sized_chain,
             self.gpus,
             self.gpus if self._replicated else 1,
             self.options.mini_batch,
@@ -144,7 +144,13 @@ class Problem:
     @cached_property
     def cut_chain(self) -> Chain:
         """The chain, without the cuts between users of one weight where there is an `untied_reason`."""
-        return self.chain.without_tied_cuts() if self.untied_reason else self.chain
+        return self.sized_chain.without_tied_cuts() if self.untied_reason else self.sized_chain
+
+    @cached_property
+    def sized_chain(self) -> Chain:
+        """The chain, without costs of fewer samples than `min_micro_batch`."""
+        least = self.options.min_micro_batch
+        return self.chain if least is None else replace(self.chain, least_size=least)
 
     @property
     def untied_reason(self) -> str:
@@ -347,6 +353,9 @@ class Problem:
             yield f"its schedule is {config.schedule}, and allowed are {', '.join(self.allowed_schedules)}"
         if options.max_stages is not None and stages > options.max_stages:
             yield f"{stages} stages are more than max_stages={options.max_stages}"
+        share = config.micro_batch_size / max(proposal.replicas)
+        if options.min_micro_batch is not None and share < options.min_micro_batch:
+            yield f"a replica gets {share:g} samples, fewer than min_micro_batch={options.min_micro_batch}"
         if options.use_all and proposal.device_count != self.usable_gpus:
             yield f"`use_all` asks for {self.usable_gpus} devices, and it uses {proposal.device_count}"
         if not self.space.limits.allow(proposal.bounds):

@@ -6,19 +6,21 @@ What serves one objective alone is imported where that is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
-from ...cost_models.quantities import format_count, format_seconds
+from ...cost_models.quantities import format_count, format_seconds, percent
 from ..asynchronous import WPIPE
-from ..build_plan import build_plan, unique
-from ..candidate import UNPROPOSED
+from ..build_plan import LEAST_SAMPLES, build_plan, unique
+from ..candidate import UNPROPOSED, ScoredPlan
 from ..coverage import describe_order
 from ..infeasible import no_plan_fits
-from ..joint_search import find_best_plan, with_bound
+from ..joint_search import BEST, find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..plan_file import Aim, Plan, ProfileReference
 from ..problem import Problem
+from ..scoring import fastest
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
 
@@ -129,14 +131,20 @@ def solve_objective(
 
 
 def step_time(problem: Problem) -> ObjectiveResult:
-    """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile, or
-    the best mean over slow devices.
+    """The fastest plan, or its stages with larger micro-batches for batch norms (see `fill_batch_norms`).
+
+    With `PlanOptions.robust`, of those near it the one with the best 90th percentile, or the best mean over
+    slow devices.
 
     Raises UsageError where nothing varies.
     """
     if not problem.options.robust:
         answer = find_best_plan(problem)
-        return ObjectiveResult(answer.result, answer)
+        larger = None if answer.best is None else fill_batch_norms(problem, answer.best)
+        if larger is None or answer.best is None:
+            return ObjectiveResult(answer.result, answer)
+        result = with_bound(problem, larger, answer.result)
+        return ObjectiveResult(result, answer, notes=(_norm_note(answer.best, larger),))
     from ..robust import check_known, most_robust
 
     check_known(problem)
@@ -147,6 +155,53 @@ def step_time(problem: Problem) -> ObjectiveResult:
     note = _note(problem, robust, answer.best.step_seconds)
     return ObjectiveResult(
         with_bound(problem, robust.plan, answer.result), answer, _robust_aim(problem, robust), (note,)
+    )
+
+
+NORM_COST = 0.02
+"""Share by which a step may be longer, so that batch norms get `LEAST_SAMPLES`."""
+
+
+def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
+    """Find larger micro-batches for a plan whose batch norms normalise few samples.
+
+    Args:
+        problem: The problem. The number of micro-batches is left to the search.
+        best: Its fastest plan.
+
+    Returns:
+        The fastest plan with the same stages in which every replica gets `LEAST_SAMPLES` samples of a
+        micro-batch, or else the most samples, if its step is at most `NORM_COST` longer. None where there is
+        none, or none is needed.
+    """
+    config, most = best.config, max(best.proposal.replicas)
+    wanted = min(LEAST_SAMPLES, problem.mini_batch)
+    options = problem.options
+    is_free = options.micro_batches is None and options.min_micro_batch is None and options.planner == BEST
+    if not (is_free and problem.chain.batch_norms and config.micro_batch_size // most < wanted):
+        return None
+    larger = [
+        replace(config, micro_batches=problem.mini_batch // size, micro_batch_size=size)
+        for size in problem.sizes
+        if size > config.micro_batch_size
+    ]
+    proposals = [replace(best.proposal, config=own) for own in larger]
+    allowed = [proposal for proposal in proposals if problem.allows(proposal)]
+    limit = best.step_seconds * (1 + NORM_COST)
+    plans = [fastest(problem.space, [proposal], limit, required=False) for proposal in allowed]
+    return max(
+        (plan for plan in plans if plan is not None),
+        key=lambda plan: (min(plan.config.micro_batch_size // most, wanted), -plan.step_seconds),
+        default=None,
+    )
+
+
+def _norm_note(best: ScoredPlan, larger: ScoredPlan) -> str:
+    """What the larger micro-batches cost."""
+    cost, samples = larger.step_seconds / best.step_seconds - 1, larger.config.micro_batch_size
+    return (
+        f"micro-batches of {samples} samples, for the batch norms: {percent(cost)} slower than the fastest "
+        f"plan, with {best.config.micro_batch_size}, which min_micro_batch=1 gives"
     )
 
 

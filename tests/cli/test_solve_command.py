@@ -61,6 +61,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "time_limit": 30.0,
         "use_all": False,
         "max_stages": None,
+        "min_micro_batch": None,
         "cut_after": (),
         "keep_together": (),
         "pins": (),
@@ -86,7 +87,8 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "--latency 5us,20us --topology two.toml --runtime torchgpipe --mini-batch 256 --micro-batches 32 "
         "--schedule gpipe --recompute except-last --optimizer adam --planner gpipe --time-limit 2min "
         "--precision fp32 --gradient-dtype fp32 "
-        "--use-all --max-stages 4 --cut-after features.3 --cut-after features.7 --keep-together classifier* "
+        "--use-all --max-stages 4 --min-micro-batch 8 --cut-after features.3 --cut-after features.7 "
+        "--keep-together classifier* "
         "--pin features.0=stage0 --pin classifier[2]=3"
     )
     ran = run("solve", "toy.profile.json", *options.split())
@@ -111,6 +113,7 @@ def test_every_option_arrives_in_si_units(run: Run, asked: dict[str, Any]) -> No
         "time_limit": 120.0,
         "use_all": True,
         "max_stages": 4,
+        "min_micro_batch": 8,
         "cut_after": ("features.3", "features.7"),
         "keep_together": ("classifier*",),
         "pins": (("features.0", 0), ("classifier[2]", 3)),

@@ -272,6 +272,11 @@ def test_no_bound_is_lowered_to_a_step(make_chain: MakeChain) -> None:
         ({}, "any cuts, replicas and recomputation", ()),
         ({"max_stages": 3}, "any cuts, replicas and recomputation", ("at most 3 stages",)),
         (
+            {"min_micro_batch": 1},
+            "any cuts, replicas and recomputation",
+            ("at least 1 sample of a micro-batch on each replica",),
+        ),
+        (
             {"recompute": "never", "use_all": True},
             "any cuts and replicas",
             ("recompute never", "on all devices"),

@@ -31,6 +31,7 @@ MakeChain = Callable[..., Chain]
         ("mini_batch", (1, 2**40), (0, 2**40 + 1)),
         ("time_limit", (1e-9, 1e9), (0.0, -1.0, 1.0000001e9)),
         ("max_stages", (1, 65_536), (0, 65_537)),
+        ("min_micro_batch", (1, 2**40), (0,)),
         ("zero", (0, 1, 2, 3), (-1, 4)),
     ],
 )
@@ -76,6 +77,8 @@ def problem(make_chain: MakeChain) -> Callable[..., Problem]:
         ({}, (4, 8), ((0,), (4,)), False),  # there are four
         ({"max_stages": 2}, (4, 8), ((0,), (1,)), True),
         ({"max_stages": 2}, (2, 4, 8), ((0,), (1,), (2,)), False),
+        ({"min_micro_batch": 2}, (4, 8), ((0,), (1,)), True),
+        ({"min_micro_batch": 2}, (4, 8), ((0, 1), (2,)), False),
         ({"use_all": True}, (4, 8), ((0, 1), (2,)), False),
         ({"use_all": True}, (4, 8), ((0, 1), (2, 3)), True),
         ({"cut_after": ("layer3",)}, (4, 8), ((0,), (1,)), True),
