@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..api.check_options import CheckOptions
 from ..cost_models.quantities import format_seconds, percent
 from .compare_command import DIFFERENCE, share
-from .output import AsJson, PlanFile, ProfileFile, Target, choose_input, with_command
+from .output import AsJson, PlanFile, ProfileFile, Target, choose_input
 from .streams import console, format_clock, remark, result, waiting
 
 LONG_SECONDS = 150.0
@@ -94,7 +94,7 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
     origin = made_by(MadeBy(), measured=files.profile.made_by)
     update = {"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())}
-    return cast("Check", with_command(check.model_copy(update=update)))
+    return check.model_copy(update=update)
 
 
 def _announce_length(job: Job) -> None:

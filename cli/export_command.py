@@ -83,7 +83,6 @@ def export_command(
     from ..planner.plan_file import Plan
     from ..runtimes.documents import hash_layers
     from ..runtimes.exports import default_device, export
-    from .field_names import command_line
 
     row = find_runtime(runtime)
     name = row.name
@@ -95,7 +94,7 @@ def export_command(
     kind = FOR_A_RUNTIME if is_document else TEXT
     target = choose_target(output, default, force=force, about=about, kind=kind)
     target.check(source)
-    origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
+    origin = made_by(MadeBy(), measured=plan.made_by)
     document, note = export(name, plan, device=options.device, made_by=origin)
     if note:
         remark(note)

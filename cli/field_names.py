@@ -8,11 +8,13 @@ Which field an option sets, the commands say: `cli/option_parameters.py`. What t
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 ARGUMENTS: ContextVar[tuple[str, ...] | None] = ContextVar("ARGUMENTS", default=None)
@@ -29,9 +31,16 @@ def typed_text(field: str) -> str | None:
 
 
 def command_line() -> str:
-    """The command as it was typed, or as `main` was given it."""
-    words = ARGUMENTS.get()
-    return shlex.join(["pplan", *(sys.argv[1:] if words is None else words)])
+    """The command as it was typed, without the values of --set and the home folder."""
+    words, public = ARGUMENTS.get(), ["pplan"]
+    for word in sys.argv[1:] if words is None else words:
+        if public[-1] == "--set" or word.startswith("--set="):
+            name = word.removeprefix("--set=").partition("=")[0]
+            public.append(f"{'--set=' if word.startswith('--set=') else ''}{name}=...")
+        else:
+            public.append(word)
+    line, home = shlex.join(public), str(Path("~").expanduser()) if "HOME" in os.environ else ""
+    return line.replace(home, "~") if len(home) > 1 else line
 
 
 FIELDS: dict[str, str] = {}

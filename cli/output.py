@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -92,7 +92,9 @@ class Target:
 
         What was found is printed even where the file cannot be written. Raises FileError then.
         """
-        document = with_command(document)
+        if document.keeps_command:
+            origin = document.made_by.model_copy(update={"command": command_line()})  # type: ignore[attr-defined]
+            document = document.model_copy(update={"made_by": origin})
         files, written = document.files(self.path), False
         try:
             for path, text in files.items():
@@ -111,12 +113,6 @@ class Target:
                 # Also where the reader of standard output has gone.
                 if written:
                     remark(f"Wrote {' and '.join(map(str, files))}")
-
-
-def with_command(document: Any) -> Any:
-    """Return a document that says by which command it was made."""
-    origin = document.made_by.model_copy(update={"command": command_line()})
-    return document.model_copy(update={"made_by": origin})
 
 
 def _same_file(one: Path, other: Path) -> bool:

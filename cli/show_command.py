@@ -24,6 +24,10 @@ def show_command(
     all_layers: Annotated[
         bool, typer.Option("--all", help="Of a profile: every layer, not only the heaviest.")
     ] = False,
+    provenance: Annotated[
+        bool,
+        typer.Option("--provenance", help="Print what any file discloses: versions, devices, names, paths."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
     """Show a profile or a plan in tables."""
@@ -34,6 +38,9 @@ def show_command(
 
     path = choose_input(file, ("profile", "plan"))
     text = read_text(path, "profile or plan")
+    if provenance:
+        _print_provenance(path, text, as_json=as_json)
+        return
     document = _parse_either(text, path)
     if as_json:
         result(escape_text(text))
@@ -47,6 +54,32 @@ def show_command(
         screen = console()
         print_plan(document, screen)
         print_ledger(planned_memory(document), screen)
+
+
+def _print_provenance(path: Path, text: str, *, as_json: bool) -> None:
+    """Print what a file discloses."""
+    import json
+    from dataclasses import asdict
+
+    from ..api.provenance import disclose
+    from .streams import console, result
+    from .table import Column, line, print_table
+    from .table import text as words
+
+    found = disclose(text)
+    if as_json:
+        result(json.dumps({"file": str(path), **asdict(found)}, indent=1) + "\n")
+        return
+    columns: list[Column[tuple[str, str]]] = [
+        words("key", lambda row: row[0], min_width=20),
+        words("value", lambda row: row[1], min_width=30),
+    ]
+    if found.origin:
+        print_table(console(), columns, list(found.origin.items()))
+    if found.private:
+        line(console(), f"Paths, addresses and names in it: {', '.join(found.private)}.")
+    else:
+        line(console(), "It holds no absolute path, no e-mail address, and no name of this user or computer.")
 
 
 _OTHERS = {

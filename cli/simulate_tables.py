@@ -18,7 +18,6 @@ from ..cost_models.text_files import SVG, write_whole
 from ..cost_models.timeline import StageTime
 from ..planner.plan_file import TIE
 from ..planner.plan_simulation import Simulation, describe_simulation
-from .field_names import command_line
 from .output import Target
 from .plan_tables import StageMemory, print_ledger
 from .streams import console, remark, result
@@ -171,7 +170,6 @@ def _print(simulation: Simulation, *, as_json: bool, actions: bool) -> None:
     if as_json:
         from ..api.simulate import simulation_file
 
-        origin = made_by(MadeBy(), command=command_line())
-        result(simulation_file(simulation, origin, actions=actions).to_json())
+        result(simulation_file(simulation, made_by(MadeBy()), actions=actions).to_json())
     else:
         print_simulation(simulation, console())

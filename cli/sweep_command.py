@@ -22,7 +22,7 @@ from ..cost_models.quantities import (
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .frontier_table import shape
-from .output import Target, with_command
+from .output import Target
 from .streams import console, remark, result, waiting
 from .sweep_options import GridOptions
 from .table import Column, line, number, print_table, text, word
@@ -56,7 +56,6 @@ def run_sweep(
     points = prod(map(len, grid.sweep.values()))
     with waiting(f"Solving {format_count(points, 'problem')}") as wait:
         outcome = sweep(profile, grid.sweep, progress=wait.tell_share, **vars(options), **keywords_of_all)
-    outcome = with_command(outcome)
     if as_json:
         result(outcome.to_json())
     else:

@@ -55,8 +55,11 @@ def _find_command(root: Any, words: Sequence[str]) -> tuple[str, Any]:
     """The verb that the words name, as in `machine list`, and its command; "" and the program for none."""
     verb, command = "", root
     for word in words:
-        if word in (commands := getattr(command, "commands", {})):
-            verb, command = f"{verb} {word}".strip(), commands[word]
+        if word.startswith("-"):
+            continue
+        if word not in (commands := getattr(command, "commands", {})):
+            break
+        verb, command = f"{verb} {word}".strip(), commands[word]
     return verb, command
 
 

@@ -80,7 +80,11 @@ VERBS = {
     ),
     "show": Entry(
         "Show a profile or a plan in tables.",
-        ("pplan show", "pplan show vgg19.profile.json --all"),
+        (
+            "pplan show",
+            "pplan show vgg19.profile.json --all",
+            "pplan show --provenance vgg19.plan.json",
+        ),
         LOOK,
     ),
     "explain": Entry(

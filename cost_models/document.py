@@ -9,7 +9,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from .errors import FileError, short_repr
@@ -85,7 +94,7 @@ class Record(BaseModel):
 
 
 class MadeBy(Record):
-    """What wrote a document: versions, the command line and the time (ISO 8601, UTC)."""
+    """What wrote a document: versions and the time (ISO 8601, UTC); of a profile the command line, too."""
 
     pplan: str = ""
     command: str = ""
@@ -94,6 +103,17 @@ class MadeBy(Record):
     torch: str | None = None
     cuda: str | None = None
     driver: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_command(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+        """Leave out the command line, except where a document keeps it."""
+        content = write(self)
+        if not (info.context or {}).get(_KEEPS_COMMAND):
+            content.pop("command", None)
+        return content
+
+
+_KEEPS_COMMAND = "keeps_command"
 
 
 class Document(Record):
@@ -104,6 +124,8 @@ class Document(Record):
 
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
+    keeps_command: ClassVar[bool] = False
+    """Whether the file says by which command it was made. Files that people share do not."""
 
     schema_version: int = Field(default=1, alias="schema", ge=1, le=MOST_BYTES)
 
@@ -132,11 +154,14 @@ class Document(Record):
 
     def to_json(self) -> str:
         """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
+        context = {_KEEPS_COMMAND: self.keeps_command}
         try:
-            text = self.model_dump_json(by_alias=True, indent=1)
+            text = self.model_dump_json(by_alias=True, indent=1, context=context)
         except PydanticSerializationError:
-            escaped = type(self).model_validate(escape_surrogates(self.model_dump(by_alias=True)))
-            text = escaped.model_dump_json(by_alias=True, indent=1)
+            content = escape_surrogates(self.model_dump(by_alias=True, context=context))
+            text = (
+                type(self).model_validate(content).model_dump_json(by_alias=True, indent=1, context=context)
+            )
         return add_hash(text) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:

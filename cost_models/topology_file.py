@@ -156,7 +156,7 @@ def parse_topology(text: str, path: Path) -> TopologyFile:
     keys = _read_keys(text, path)
     try:
         _check_pairs(keys)
-        kinds = None if keys.device is None else _kinds(keys.device, keys.gpus, str(path))
+        kinds = None if keys.device is None else _kinds(keys.device, keys.gpus, path.name)
         gpus = keys.gpus if kinds is None else _total(kinds, keys.gpus)
         check_devices(gpus or 1, "gpus")
         return TopologyFile(
@@ -171,8 +171,8 @@ def parse_topology(text: str, path: Path) -> TopologyFile:
             if keys.latency is None
             else tuple(parse_seconds(x, "latency") for x in keys.latency),
             kinds=kinds,
-            levels=None if keys.level is None else _levels(keys.level, gpus, str(path)),
-            origin=str(path),
+            levels=None if keys.level is None else _levels(keys.level, gpus, path.name),
+            origin=path.name,
         )
     except UsageError as error:
         raise FileError(f"{path}: {error.what}", error.hint) from error

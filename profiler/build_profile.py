@@ -14,6 +14,7 @@ from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .layer import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
+from .names import public_name, public_settings
 from .profile_file import (
     InputTensor,
     LayerMeasurement,
@@ -65,7 +66,7 @@ def build_profile(
         for index, layer in enumerate(chain.layers)
     ]
     return Profile(
-        model=loaded.name,
+        model=public_name(loaded.name),
         device=device.type,
         device_name=device_name(device),
         device_memory_bytes=device_memory_bytes(device),
@@ -81,7 +82,7 @@ def build_profile(
         ],
         input_bytes_per_sample=example.bytes_per_sample,
         classes=loaded.classes,
-        settings=loaded.settings_in_json,
+        settings=public_settings(loaded.settings_in_json),
         input_like=loaded.input_like,
         seed=subject.seed,
         threads=torch.get_num_threads() if device.type == "cpu" else None,

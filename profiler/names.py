@@ -310,6 +310,23 @@ def quote_name(text: str) -> str:
     return f"{quoted}…" if len(text) > MOST_CHARACTERS else quoted
 
 
+HIDDEN = "..."
+"""What a profile has for the value of a setting that may be private."""
+
+
+def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the values of settings that may be private: texts other than words of a configuration."""
+    return {key: value if _is_size(key, value) else HIDDEN for key, value in settings.items()}
+
+
+def public_name(model: str) -> str:
+    """Shorten the path of a configuration to its file and folder: `hf:llama/config.json`."""
+    path = Path(model.removeprefix(TRANSFORMERS))
+    if not (model.startswith(TRANSFORMERS) and len(path.parts) > 2 and path.suffix == ".json"):
+        return model
+    return f"{TRANSFORMERS}{path.parent.name}/{path.name}"
+
+
 def _is_size(key: str, value: object) -> bool:
     """Whether a setting is a number, a switch or a word of a configuration's own, and leads nowhere else."""
     if not _KEY.fullmatch(key) or _LEADS_OUTSIDE.search(key):

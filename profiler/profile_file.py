@@ -321,6 +321,7 @@ class Profile(Document):
     """All measured layers of a model. Keys beyond those of this class may stand in the file."""
 
     kind: ClassVar[str] = "profile"
+    keeps_command: ClassVar[bool] = True
 
     model: str
     device: str = "cpu"
@@ -339,7 +340,7 @@ class Profile(Document):
     input_bytes_per_sample: Bytes = 0
     classes: Dimension | None = None
     settings: JsonObject = {}
-    """What its factory or configuration was given, as far as JSON can say it."""
+    """What its factory or configuration was given, as far as JSON can say it; "..." for a text."""
     input_like: str | None = None
     """The user's function that made the example input."""
     seed: Seed | None = None

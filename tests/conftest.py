@@ -460,7 +460,7 @@ def plan(profile: Profile) -> Plan:
             "notes": ["The mini-batch is 8 GPUs x 8."],
             "layer_names": names,
             "profile": {"file": "toy.profile.json", "sha256": "0" * 64},
-            "made_by": {"pplan": "0.1.0", "command": "pplan solve --gpus 8"},
+            "made_by": {"pplan": "0.1.0"},
         }
     )
 

@@ -64,10 +64,10 @@ def readers(file: str) -> list[Command]:
     if file.endswith(".toml") and file != DEFAULTS_FILE:
         solve = ["solve", PLAIN, "--topology", file, *QUICK, "-o", "made.plan.json"]
         return [
-            ["topology", "show", file],
-            ["topology", "show", file, "--json"],
-            ["topology", "show", file, "--toml"],
-            ["topology", "show", file, "--gpus", "8"],
+            ["machine", "show", file],
+            ["machine", "show", file, "--json"],
+            ["machine", "show", file, "--toml"],
+            ["machine", "show", file, "--gpus", "8"],
             solve,
             ["simulate", OTHER, "--topology", file, "--json"],
             ["import", "4,3", "--profile", PLAIN, "--topology", file, "-o", "made.plan.json"],

@@ -122,7 +122,7 @@ def test_a_verb_shows_few_options_and_all_on_request(run: Run) -> None:
 
 def is_alias(parameter: Any) -> bool:
     """Whether a parameter is another name of an option, which no help shows."""
-    return parameter.param_type_name == "option" and parameter.hidden
+    return bool(parameter.param_type_name == "option" and parameter.hidden)
 
 
 def test_version(run: Run) -> None:
@@ -187,7 +187,7 @@ def test_a_verb_loads_its_own_options_alone(here: Path, words: list[str], option
             "compare, report, simulate, check, lint, machine.",
         ),
         (
-            ["topology"],
+            ["topology", "show", "x.toml"],
             "topology is another command now",
             "Use: pplan machine list, or pplan machine show NAME",
         ),

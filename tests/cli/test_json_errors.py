@@ -95,10 +95,12 @@ def test_one_object_where_the_result_is_printed_already(run: Run, here: Path, pr
 
 
 def test_the_arguments_of_main_are_recorded(
-    here: Path, profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile.save(here / "toy.profile.json", force=False)
     monkeypatch.setattr("sys.argv", ["pytest", "-k", "something else"])
-    assert main(["solve", "--gpus", "2", "--memory", "40GiB", "--json"]) == 0
+    (here / "costs.csv").write_text(
+        "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\na,1,2,3,4\n"
+    )
+    assert main(["import", "costs.csv", "--tp", "2", "--json"]) == 0
     made_by = json.loads(capsys.readouterr().out)["made_by"]
-    assert made_by["command"] == "pplan solve --gpus 2 --memory 40GiB --json"
+    assert made_by["command"] == "pplan import costs.csv --tp 2 --json"

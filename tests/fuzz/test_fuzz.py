@@ -92,7 +92,7 @@ def test_readers_alone(kind: str, workspace: Workspace, small: dict[str, bytes])
 
 PLANTED: dict[str, Callable[[Any], bool]] = {
     "profile": lambda own: any(layer.parameter_bytes > 2**50 for layer in own.layers),
-    "plan": lambda own: not own.made_by.command,
+    "plan": lambda own: not own.made_by.time,
     "costs": lambda own: len(own.layers) == 1,
     "topology": lambda own: any(level.link.latency_seconds == 0 for level in own.levels or ()),
     "configuration": lambda own: bool(own.hidden > 2**29),

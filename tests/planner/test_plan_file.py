@@ -61,7 +61,7 @@ MINIMAL: dict[str, Any] = {
         }
     ],
     "profile": {"file": "vgg19.profile.json", "sha256": "..."},
-    "made_by": {"pplan": "0.1.0", "command": "..."},
+    "made_by": {"pplan": "0.1.0"},
 }
 """The keys that others read and rely on, and no more."""
 

@@ -233,7 +233,6 @@ def _made_by(what: str, origin: MadeBy) -> Iterator[tuple[str, str]]:
     versions = {"pplan": origin.pplan, "Python": origin.python, "PyTorch": origin.torch, "CUDA": origin.cuda}
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     yield f"{what} made by", text
-    yield f"{what}: command", origin.command
     yield f"{what}: time", origin.time
 
 
