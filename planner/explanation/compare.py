@@ -43,8 +43,8 @@ class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
     `estimate_seconds`: of the step as its planner counts it. `slower`: seconds a sample over those of the
-    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given. The throughput of
-    a GPU is that of the plan's prediction, for a transformer's configuration."""
+    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given. The throughput
+    of a GPU is that of the plan's prediction, for a transformer's configuration."""
 
     name: str
     plan: PlanRow | None = None

@@ -146,7 +146,7 @@ def test_toml_is_a_file_for_solve(run: Run, here: Path) -> None:
         ("show none.toml", "none.toml: no such topology file", "existing"),
         ("show dgx-a100 --gpus 0", "--gpus 0: must be at least 1", "--gpus 8"),
         ("show dgx-a100 --json --toml", "machine show: both --toml and --json", "one of them"),
-        ("list --gpus 8", "machine list: no such option: --gpus", "It is an option of: pplan solve"),
+        ("list --gpus 8", "machine list: no such option: --gpus", "It is an option of: pplan import"),
         ("show dgx-a100 --gpu 8", "machine show: no such option: --gpu", "--gpus"),
     ],
 )

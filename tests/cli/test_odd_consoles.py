@@ -77,7 +77,7 @@ def test_file_names_that_are_not_utf8_are_read_written_and_printed(
     assert (solved.status, r"Wrote \udcff.plan.json" in solved.err) == (0, True)
     document = json.loads((here / plan).read_text(encoding="utf-8"))
     assert document["profile"]["file"] == r"\udcff.profile.json"
-    for verb in ("show", "explain", "simulate", "report", "verify"):
+    for verb in ("show", "explain", "simulate", "report", "lint"):
         assert run(verb, plan).status == 0
     assert "layer" in run("explain", plan).out
     assert run("solve", plan, "--lost", "1").status == 0

@@ -145,7 +145,7 @@ def test_a_small_stage_behind_a_large_one_keeps_its_digits(
     assert ran.status == 0, ran.err
     stage = json.loads((here / "toy.plan.json").read_text())["stages"][1]
     assert stage["forward_seconds"] == pytest.approx(1e6 / 3 * 1e-8, rel=1e-15, abs=0)
-    verified = run("lint", "toy.plan.json", "toy.profile.json")
+    verified = run("lint", "toy.plan.json", "--profile", "toy.profile.json")
     assert verified.status == 0, verified.out
     assert " 0 differ" in verified.out
 
@@ -165,7 +165,7 @@ def test_replicas_of_a_small_stage_behind_a_large_one_keep_their_digits(
         *("--cut-after", "l0", "--max-stages", "2", "--zero", str(zero)),
     )
     assert ran.status == 0, ran.err
-    verified = run("lint", "toy.plan.json", "toy.profile.json")
+    verified = run("lint", "toy.plan.json", "--profile", "toy.profile.json")
     assert verified.status == 0, verified.out
     assert " 0 differ" in verified.out
 
