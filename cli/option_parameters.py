@@ -7,12 +7,11 @@ that takes only some fields annotates which: `Annotated[MachineOptions, Without(
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -254,27 +253,3 @@ def _telling(*, quiet: bool = False, verbose: bool = False, help_all: bool = Fal
     finally:
         if verbose:
             remark(f"Took {time.monotonic() - start:.2f} s")
-
-
-def action_parser(
-    verb: str, actions: tuple[str, ...], list_names: Callable[[], Iterable[str]]
-) -> Callable[[str], str]:
-    """Make a parser of the action of a verb that lists things or shows one.
-
-    Args:
-        verb: The verb.
-        actions: The words that it takes.
-        list_names: Lists the things, for the advice to a user who omits the action.
-    """
-
-    def parse(text: str) -> str:
-        if text in actions:
-            return text
-        near = [
-            *difflib.get_close_matches(text, actions, n=1, cutoff=0.5),
-            *(f"show {name}" for name in difflib.get_close_matches(text, list_names(), n=1)),
-        ]
-        guess = f"Did you mean pplan {verb} {near[0]}?" if near else f"To see it: pplan {verb} show {text}"
-        raise UsageError(f"{verb} {text}: is not one of {', '.join(actions)}", guess)
-
-    return parse
