@@ -51,7 +51,7 @@ def import_command(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a profile of another tool's costs, or a plan of its partition.
+    """Make a profile of other tools' costs, or a plan of a partition.
 
     Costs are a PipeDream graph, or a table as CSV or JSON, one row a layer. Columns: name, forward_seconds,
     backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes, micro_batch_size,

@@ -43,10 +43,10 @@ def machine_measure_links_command(
     force: Force = False,
     as_json: LinksAsJson = False,
 ) -> None:
-    """Measure the links between devices; writes links.toml for --topology.
+    """Measure the links between devices; writes links.toml.
 
-    torchrun starts a process for each device: torchrun --no-python --nproc-per-node 2 pplan machine measure
-    links
+    The file is for --topology. torchrun starts a process for each device:
+    torchrun --no-python --nproc-per-node 2 pplan machine measure links
     """
     from ..profiler.torchrun_env import read_torchrun_env
 
@@ -151,9 +151,10 @@ def _print_all_reduce(links: MeasuredLinks, console: Console) -> None:
 def machine_measure_kernels_command(
     config: Config, *, options: KernelOptions, output: KernelsFile = None, force: Force = False
 ) -> None:
-    """Measure a transformer's kernels; writes kernels.csv for --kernels.
+    """Measure a transformer's kernels; writes kernels.csv.
 
-    They are the products and the attention that one device computes with the given degrees.
+    They are the products and the attention that one device computes with the given degrees. The file is for
+    solve --kernels.
     """
     from ..cost_models.transformer.configuration import load_transformer_shape
     from ..cost_models.transformer.kernel_table import TERA

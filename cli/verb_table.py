@@ -43,7 +43,7 @@ VERBS = {
         ),
     ),
     "import": Entry(
-        "Make a profile of another tool's costs, or a plan of its partition.",
+        "Make a profile of other tools' costs, or a plan of a partition.",
         (
             "pplan import costs.csv",
             "pplan import graph.txt --model vgg16 -o vgg16.profile.json",
@@ -167,12 +167,12 @@ VERBS = {
         is_group=True,
     ),
     "machine measure links": Entry(
-        "Measure the links between devices; writes links.toml for --topology.",
+        "Measure the links between devices; writes links.toml.",
         ("torchrun --nproc-per-node 4 --no-python pplan machine measure links",),
         MACHINE,
     ),
     "machine measure kernels": Entry(
-        "Measure a transformer's kernels; writes kernels.csv for --kernels.",
+        "Measure a transformer's kernels; writes kernels.csv.",
         ("pplan machine measure kernels config.json --device cuda:0",),
         MACHINE,
     ),

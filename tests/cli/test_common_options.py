@@ -53,7 +53,10 @@ def test_the_list_of_verbs_says_what_their_docstrings_say() -> None:
 
 
 @pytest.mark.parametrize("group", [(), ("machine",), ("machine", "measure")])
-def test_the_list_of_verbs_has_a_line_for_each(run: Run, group: tuple[str, ...]) -> None:
+def test_the_list_of_verbs_has_a_line_for_each(
+    run: Run, group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     lines = run(*group, "--help").out.splitlines()
     prefix = " ".join([*group, ""]) if group else ""
     for verb, entry in VERBS.items():
