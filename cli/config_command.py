@@ -156,7 +156,7 @@ def _typed(value: Any, parameter: Any) -> Any:
 
 def _nearest(name: str, names: list[str]) -> str:
     matches = difflib.get_close_matches(name, names, n=1)
-    return f"Did you mean {matches[0]}?" if matches else f"There are: {', '.join(names)}."
+    return f"Did you mean {matches[0]}?" if matches else f"There are: {', '.join(names) or 'none'}."
 
 
 def config_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

@@ -39,10 +39,13 @@ def looks_like_costs(text: str) -> bool:
     """Return whether a text has the form of a file of costs, or of a profile."""
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        return True
+    except ValueError:
         return is_graph(text) or looks_like_csv(text)
-    rows = content.get("layers") if isinstance(content, dict) else content
-    return isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
+    if isinstance(content, list):
+        return not content or any(isinstance(row, dict) for row in content)
+    return isinstance(content, dict) and "layers" in content
 
 
 def import_profile(path: Path, options: ProfileImportOptions) -> Profile:

@@ -106,6 +106,8 @@ def test_tables_from_python(here: Path) -> None:
         (("bad.csv",), "bad.csv: line 3: forward_ms is 'x', not a number", "Write it as"),
         (("bad.csv", "--format", "xml"), "--format xml: is not one of pipedream, csv, json", "Give one of"),
         (("junk.txt",), "junk.txt: holds no costs and no partition that pplan knows", "a balance list"),
+        (("deep.json",), "deep.json: not a table of costs: ", "Mend the file"),
+        (("number.json",), "number.json: layers is 3, not a list of objects", "a list of objects"),
         (("empty.csv",), "empty.csv: is empty", "Costs are a PipeDream graph"),
         (("bad.csv", "--gpus", "2"), "--gpus: bad.csv holds costs, which takes no such option", "Omit it"),
         (("bad.csv", "--replicas", "2"), "--replicas: bad.csv holds costs", "Omit it"),
@@ -123,6 +125,8 @@ def test_refusals(run: Run, here: Path, arguments: tuple[str, ...], what: str, h
     (here / "bad.csv").write_text(f"{HEADER}\na,1,2,10,4\nb,x,2,10,4\n")
     (here / "junk.txt").write_text("Dear reader,\n")
     (here / "empty.csv").write_text("")
+    (here / "deep.json").write_text("[" * 10**5)
+    (here / "number.json").write_text('{"layers": 3}')
     ran = run("import", *arguments)
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines[0].startswith(f"pplan: {what}")
