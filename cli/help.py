@@ -32,15 +32,19 @@ def write_help(command: Any, entry: Entry, context: Any, formatter: Any) -> None
         if verb.panel is not None:
             panels.setdefault(verb.panel, []).append((name.ljust(max(map(len, verbs))), verb.summary))
     options: list[tuple[str, str]] = []
-    shown = None
-    if entry.shown and ALL_OPTIONS not in context.meta:
-        shown = {*entry.shown.split(), *_OF_ALL.split()}
+    visible = None
+    if entry.common_options and ALL_OPTIONS not in context.meta:
+        visible = {*entry.common_options.split(), *_OF_ALL.split()}
     hidden_count = 0
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is None:
             continue
-        if shown is not None and parameter.param_type_name == "option" and shown.isdisjoint(parameter.opts):
+        if (
+            visible is not None
+            and parameter.param_type_name == "option"
+            and visible.isdisjoint(parameter.opts)
+        ):
             hidden_count += 1
         elif parameter.param_type_name == "argument":
             panels.setdefault("Arguments", []).append((parameter.metavar, record[1]))

@@ -45,8 +45,7 @@ def machine_measure_links_command(
 ) -> None:
     """Measure the links between devices; writes links.toml.
 
-    The file is for --topology. torchrun starts a process for each device:
-    torchrun --no-python --nproc-per-node 2 pplan machine measure links
+    The file is for --topology. Start it by torchrun, with a process for each device.
     """
     from ..profiler.torchrun_env import read_torchrun_env
 

@@ -82,7 +82,7 @@ def make_command(verb: str, entry: Entry) -> Any:
     module = "_".join(words if entry.is_group else words[:-1] or words)
     commands = import_module(f".{module}_command", __package__)
     app = typer.Typer(add_completion=False)
-    common = {name: own for name, own in _COMMON.items() if entry.shown or name != "help_all"}
+    common = {name: own for name, own in _COMMON.items() if entry.common_options or name != "help_all"}
     app.command()(with_options(getattr(commands, f"{'_'.join(words)}_command"), **common))
     return typer.main.get_command(app)
 

@@ -66,18 +66,18 @@ def _print_provenance(path: Path, text: str, *, as_json: bool) -> None:
     from .table import Column, line, print_table
     from .table import text as words
 
-    found = disclose(text)
+    disclosure = disclose(text)
     if as_json:
-        result(json.dumps({"file": str(path), **asdict(found)}, indent=1) + "\n")
+        result(json.dumps({"file": str(path), **asdict(disclosure)}, indent=1) + "\n")
         return
     columns: list[Column[tuple[str, str]]] = [
         words("key", lambda row: row[0], min_width=20),
         words("value", lambda row: row[1], min_width=30),
     ]
-    if found.origin:
-        print_table(console(), columns, list(found.origin.items()))
-    if found.private:
-        line(console(), f"Paths, addresses and names in it: {', '.join(found.private)}.")
+    if disclosure.origin:
+        print_table(console(), columns, list(disclosure.origin.items()))
+    if disclosure.private:
+        line(console(), f"Paths, addresses and names in it: {', '.join(disclosure.private)}.")
     else:
         line(console(), "It holds no absolute path, no e-mail address, and no name of this user or computer.")
 

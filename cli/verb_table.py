@@ -10,8 +10,8 @@ class Entry(NamedTuple):
 
     `summary`: the first line of its docstring. `panel`: its heading in the list of verbs; None hides it.
     `status`: what its exit status may be besides those of all verbs. `is_group`: holds the verbs whose names
-    begin with its own; it runs a command itself if it has examples. `shown`: the options that --help shows,
-    besides those of all verbs; --help-all shows the rest. Empty: it shows all.
+    begin with its own; it runs a command itself if it has examples. `common_options`: what --help shows
+    besides the options of all verbs; --help-all shows the rest. Empty: it shows all.
     """
 
     summary: str
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     panel: str | None = None
     status: str = ""
     is_group: bool = False
-    shown: str = ""
+    common_options: str = ""
 
 
 MAIN, LOOK, TRUST, MACHINE = "The main job", "Look", "Trust", "Machine"
@@ -37,7 +37,7 @@ VERBS = {
             "pplan profile hf:gpt2 --device analytic:h100 --amp bf16",
         ),
         MAIN,
-        shown=(
+        common_options=(
             "--sequence --input --input-like --classes --micro-batch-sizes --dtype --device --granularity "
             "--keep-together --set --loss --compile --amp --budget --resume --tp --config"
         ),
@@ -50,7 +50,7 @@ VERBS = {
             "pplan import 12,34 --profile vgg19.profile.json --mini-batch 256",
         ),
         MAIN,
-        shown=(
+        common_options=(
             "--format --model --micro-batch-size --granularity --tp --profile --schedule --virtual-stages "
             "--replicas --recompute --runtime --mini-batch --micro-batches --optimizer --precision --zero "
             "--gpus --gpu --memory --topology"
@@ -67,7 +67,7 @@ VERBS = {
         ),
         MAIN,
         "3 no feasible plan",
-        shown=(
+        common_options=(
             "--gpus --gpu --memory --topology --runtime --mini-batch --micro-batches --schedule "
             "--recompute --optimizer --precision --zero --tp --time-limit --objective --sweep --pp "
             "--sequence --lost --details"
@@ -112,7 +112,7 @@ VERBS = {
             "pplan simulate --list",
         ),
         LOOK,
-        shown=(
+        common_options=(
             "--schedule --stages --micro-batches --virtual-stages --replicas --forward-ms --backward-ms "
             "--weight-ms --transfer-ms --profile --gpu --memory --topology --trace --svg --list --text "
             "--actions"
@@ -134,7 +134,7 @@ VERBS = {
         ),
         TRUST,
         "4 something differs, or does not fit",
-        shown=(
+        common_options=(
             "--profile --model --gpus --gpu --memory --topology --implementation --sequence --layers "
             "--predictors --pp --tp --cp --ep --virtual-stages --micro-batch-size --mini-batch --zero "
             "--recompute"

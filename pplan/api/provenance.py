@@ -43,7 +43,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-_SAID = (
+_ORIGIN_KEYS = (
     "made_by",
     "device",
     "device_name",
@@ -89,11 +89,11 @@ def disclose(text: str) -> Disclosure:
     origin = {}
     if isinstance(content, dict):
         text = "\n".join(value for _, value in _texts(content))
-        origin = dict(_texts({key: content[key] for key in _SAID if key in content}))
+        origin = dict(_texts({key: content[key] for key in _ORIGIN_KEYS if key in content}))
     names = _own_names()
     own = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names)) if names else None
-    found = [match[0] for pattern in (_PATH, own) if pattern for match in pattern.finditer(text)]
-    return Disclosure(origin, list(dict.fromkeys(found)))
+    private = [match[0] for pattern in (_PATH, own) if pattern for match in pattern.finditer(text)]
+    return Disclosure(origin, list(dict.fromkeys(private)))
 
 
 def _texts(content: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -94,7 +94,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     ],
 )
 def test_help_of_a_verb_names_every_option(run: Run, verb: str, options: str) -> None:
-    ran = run(*verb.split(), "--help-all" if VERBS[verb].shown else "--help")
+    ran = run(*verb.split(), "--help-all" if VERBS[verb].common_options else "--help")
     assert ran.status == 0
     for option in options.split():
         assert re.search(rf"^  (-\w, )?{option}\b", ran.out, re.MULTILINE), option
@@ -106,11 +106,11 @@ def test_a_verb_shows_few_options_and_all_on_request(run: Run) -> None:
         few = run(*verb.split(), "--help").out
         shown = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", few, re.MULTILINE))
         assert len(shown) <= 25, verb
-        assert shown >= set(VERBS[verb].shown.split()), verb
+        assert shown >= set(VERBS[verb].common_options.split()), verb
         assert "<bool>" not in few
         assert "BOOLEAN" not in few
         options = {name for name in names if name.startswith("--")}
-        if VERBS[verb].shown:
+        if VERBS[verb].common_options:
             everything = run(*verb.split(), "--help-all").out
             assert options == set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", everything, re.MULTILINE)) - {
                 "--help"
