@@ -119,8 +119,8 @@ class Assembly:
             return self.chain
         if kind.profile not in self.profiles:
             raise UsageError(
-                f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
-                "Give that profile, or the device's speed relative to the profiled one.",
+                f"the topology names the profile {kind.profile} for {kind.name}, which was not given",
+                "Give that profile, or state the device's speed relative to the profiled one.",
             )
         return self.profiles[kind.profile]
 

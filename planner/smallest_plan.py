@@ -246,8 +246,8 @@ class StageMemory(ReplicaMemory):
         key = recompute, 1 if moment == "step" else in_flight, moment  # then nothing is in flight
         if key not in self.cache:
             if recompute == FIRST_LAYERS:
-                start, end, again, _ = _repeats(self.table.blocks + 1)
-                self.cache[key] = self.pair_bytes(in_flight, "always", start, end, again, moment)
+                start, end, recompute_end, _ = _repeats(self.table.blocks + 1)
+                self.cache[key] = self.pair_bytes(in_flight, "always", start, end, recompute_end, moment)
             else:
                 self.cache[key] = super().bytes(in_flight, recompute, moment)
         return self.cache[key]
@@ -473,7 +473,10 @@ class Pipelines:
         memory, in_flight, words = self._memory(count), self._in_flight(to_last), list[str]()
         table, points = memory.table, memory.table.cut_points
         for mode in self._modes:
-            first = [first_layers_word(points[again] - points[start]) for again in range(start + 1, end)]
+            first = [
+                first_layers_word(points[recompute_end] - points[start])
+                for recompute_end in range(start + 1, end)
+            ]
             if mode != OFFLOAD or memory.fits_host(in_flight)[start, end]:
                 words += first if mode == FIRST_LAYERS else [mode]
         needs = (

@@ -288,15 +288,15 @@ class StageTable:
         recompute: str,
         optimizer: str,
         replicas: int = 1,
-        again: Indices | None = None,
+        recompute_end: Indices | None = None,
         **options: Unpack[LedgerOptions],
     ) -> Floats:
         """(pairs,): bytes that some stages need. `again`: they run the layers up to these cut points, inside
         them, again; then `recompute` is "always". Other arguments as of `ledger`."""
         zero = options.get("zero", 0)
         stages = self._stages(start, end, zero)
-        if again is not None:
-            first, rest = self._stages(start, again, zero), self._stages(again, end, zero)
+        if recompute_end is not None:
+            first, rest = self._stages(start, recompute_end, zero), self._stages(recompute_end, end, zero)
             stages = recompute_first(stages, first, rest)
         terms = ledger(
             stages,
@@ -350,8 +350,8 @@ class StageTable:
             )
         cuts = sorted({0, start, middle, end, self.cut_points[-1]})
         parts, place = StageTable(self.costs, tuple(cuts)), cuts.index(middle)
-        again, rest = parts.bytes_between(place - 1, place), parts.bytes_between(place, place + 1)
-        return recompute_first(stage, again, rest)
+        repeated, rest = parts.bytes_between(place - 1, place), parts.bytes_between(place, place + 1)
+        return recompute_first(stage, repeated, rest)
 
     def first_sum(self, name: str, i: int, j: int, first: int) -> float:
         """The `forward` or `forward_launch` seconds of so many first layers of a stage."""
@@ -398,5 +398,5 @@ def least_backward(costs: LayerCosts, first_share: float, *, splits: bool) -> Fl
 
 def layer_work(costs: LayerCosts, first_share: float, *, recompute: bool, splits: bool) -> Floats:
     """(layers,): seconds of a forward, twice with `recompute`, and a backward as of `least_backward`."""
-    again = (1 + recompute) * costs.forward_seconds
-    return again + least_backward(costs, first_share, splits=splits)
+    forward = (1 + recompute) * costs.forward_seconds
+    return forward + least_backward(costs, first_share, splits=splits)

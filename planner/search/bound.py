@@ -1,24 +1,27 @@
-"""The lower bound on 1F1B and GPipe pipelines: it respects memory, and needs no positions of devices.
+"""Lower bound on 1F1B and GPipe pipelines that respects memory and needs no positions of devices.
 
-Of a stage: x seconds of a micro-batch (forward, backward, and what it recomputes), f its forward, a what its
-first backward takes less, e its exposed all-reduce, c the transfer after it, r devices. M micro-batches, N
-devices, p stages. For any stage s of a pipeline with n stages after it (`bounds_1f1b`, `bounds_gpipe`)
+Symbols of a stage: x seconds of a micro-batch (forward, backward and recomputation), f its forward, a the
+seconds that its first backward saves, e its exposed all-reduce, c the transfer after it, r its devices. M
+micro-batches, N devices, p stages. For any stage s of a pipeline with n stages after it (`bounds_1f1b`,
+`bounds_gpipe`)
 
     1F1B    T >= sum of (x + 2 c) before s + (M - n) x_s + sum of 2 (x + 2 c) after s      n < M - 1
     GPipe   T >= sum of (x + 2 c) before s +       M x_s + sum of   (x + 2 c) after s
     any     T >= sum of (x + 2 c) before s +       M x_s                             one stage a device
     split   T >= sum of   (f + c) before s +       M x_s + e_s                       one stage a device
 
-less a of every stage once, plus e of the first stage where the last backward returns to it. `split`: the
-weights' gradients are actions of their own, and x is the less of a whole backward and one in two parts; in
-any order s takes M x_s from its first action to its last. Let s be a longest stage. Where M - 1 stages or
-more follow it under 1F1B, the stage with n = M - 2 takes its place, which counts 2 x as those after it do.
+minus a of every stage once, plus e of the first stage if the last backward returns to it. `any` and `split`
+are schedules with one stage a device. `split`: weight gradients are separate actions, and x is the smaller of
+a whole backward and one in two parts; in any order s takes M x_s from its first action to its last.
 
-Under 1F1B a stage with n stages after it holds min(M, n + 1) micro-batches, so whether it fits, and whether
-it must recompute, depends on its layers, its replicas and n; others hold that many or more. With a price of a
+Let s, the *pivot*, be a longest stage. If M - 1 stages or more follow it under 1F1B, the stage with n = M - 2
+is the pivot instead, which counts 2 x as the stages after it do.
+
+Under 1F1B a stage with n stages after it holds min(M, n + 1) micro-batches, so its layers, its replicas and n
+decide whether it fits and whether it must recompute. Other schedules hold at least as many. With a price per
 device, a dynamic programme from the last stage back finds the least priced sums of the stages from cut point
-i on, of pipelines whose longest stage takes from `low` to `high` seconds, over the stage's end j and its
-replicas:
+i on, over the stage's end j and its replicas, for pipelines whose longest stage takes from `low` to `high`
+seconds:
 
     after[n + 1, i] = min of 2 (x + 2 c) - a + price r + after[n, j]
     whole[n + 1, i] = min of   x + 2 c   - a + price r + whole[n, j]                  a stage before s
@@ -26,10 +29,10 @@ replicas:
 
     T >= whole[p, 0] - price N        for every p and price (Everett, Operations Research 11(3), 1963)
 
-A kind of device has a price each; none is below that of a slower kind, so that a stage on several kinds costs
-no less than one on as many devices of its slowest. The best prices are found by cutting planes: the pipeline
-that attains the least sum has a number of devices, which is the slope. Ranges of the longest stage's seconds
-are halved, the weakest first.
+Each kind of device has a price. None is below that of a slower kind, so a stage on several kinds costs no
+less than one on as many devices of its slowest kind. Cutting planes find the best prices: the devices of the
+pipeline that attains the least sum give the slope. Ranges of the longest stage's seconds are halved, weakest
+first.
 """
 
 from __future__ import annotations
@@ -70,25 +73,33 @@ from .stage_figures import StageFigures, make_stage_figures
 from .stage_recompute import stage_modes
 
 NARROW = 1.003
-"""Ranges whose ends are closer than this are not halved."""
+"""Ranges with high <= NARROW * low are not halved."""
 LITTLE = 0.2
-"""Share of the gap to the limit: where a search follows, on devices of one kind, ranges whose bound rises by
-less are not halved. On two kinds good plans come from narrow ranges alone."""
+"""Ranges whose bound rises by less than this share of the gap to the limit are not halved.
+
+This holds if a search follows and all devices are of one kind. With two kinds, good plans come from narrow
+ranges alone.
+"""
 LOOKS = 5
 """Number of prices to try for a range."""
 HALVINGS = 5
-"""Steps to the shortest possible longest stage."""
+"""Bisection steps to the shortest possible longest stage."""
 MOST_MOVE = 2.0
 """Largest factor by which one step changes a price."""
 NO_PIVOT = -1e300
-"""Seconds of a sum with s among the stages that are chosen, where it is none of them."""
+"""Seconds of a sum with the pivot among the chosen stages if it is none of them."""
 EVERY_IN_FLIGHT = 8
-"""Up to this many micro-batches in flight memory is checked for each number; beyond, for every eighth."""
+"""Up to this many micro-batches in flight, memory is checked for each number; beyond, for every eighth."""
 
 
 class PricedStage(NamedTuple):
-    """A stage of the pipeline that attains a least sum: places of `StageFigures`, and its row of
-    `FamilyBound`."""
+    """A stage of the pipeline that attains a least sum.
+
+    Attributes:
+        start: Place (index of a cut point) where it begins.
+        end: Place where it ends.
+        row: Row of the columns of `FamilyBound`.
+    """
 
     start: int
     end: int
@@ -96,8 +107,14 @@ class PricedStage(NamedTuple):
 
 
 class _Fitting(NamedTuple):
-    """Stages that fit with some number of micro-batches in flight: `rows` of the columns, sorted by pair;
-    `seconds` x; `first` row of every `pair`."""
+    """Stages that fit with some number of micro-batches in flight.
+
+    Attributes:
+        rows: Rows of the columns of `FamilyBound`, sorted by pair of places.
+        seconds: x of each row.
+        first: First row of every pair.
+        pair: The pairs.
+    """
 
     rows: Indices
     seconds: Floats
@@ -105,7 +122,7 @@ class _Fitting(NamedTuple):
     pair: Indices
 
     def least(self, values: Floats, shape: tuple[int, int]) -> Floats:
-        """(places, width): the least value by start and number of blocks; inf where no stage fits."""
+        """Return (places, width) least values by start and number of blocks; inf if no stage fits."""
         table = np.full(shape[0] * shape[1], inf)
         if len(self.first):
             table[self.pair] = np.minimum.reduceat(values, self.first)
@@ -115,8 +132,14 @@ class _Fitting(NamedTuple):
 class PricedSums(NamedTuple):
     """Least priced sums of pipelines whose longest stage takes from `low` to `high` seconds.
 
-    By number of stages from the end: rows (places,) of `after` and `whole`, and the tables (places, width)
-    that they were made from. `bounds` (stages,): index 0 for one stage.
+    Attributes:
+        low: Least seconds of the longest stage.
+        high: Most seconds of the longest stage.
+        prices: (kinds,) price of a device.
+        bounds: (stages,) bounds in seconds; index 0 is one stage.
+        after: By number of stages from the end, the (places,) row `after` of the module's docstring.
+        whole: The row `whole`, likewise.
+        tables: The (places, width) tables from which these rows were computed.
     """
 
     low: float
@@ -128,16 +151,22 @@ class PricedSums(NamedTuple):
     tables: list[tuple[Floats, Floats, Floats]]
 
     def padded(self, stages: int) -> Floats:
-        """(stages,): the bounds, inf where there is no pipeline."""
+        """Return (stages,) bounds, inf for numbers of stages without a pipeline."""
         bounds = np.full(stages, inf)
         bounds[: len(self.bounds)] = self.bounds[:stages]
         return bounds
 
 
 class FamilyBound:
-    """The bound of one configuration, for plans that take less than `limit` seconds.
+    """Bound of one configuration, for plans that take less than `limit` seconds.
 
-    `after`: how often it counts a stage after s.
+    `after` is the factor with which a stage after the pivot counts.
+
+    Args:
+        space: Costs and limits.
+        family: Configuration and devices.
+        figures: Least costs of all stages.
+        limit: Seconds of the best known step.
     """
 
     def __init__(self, space: Space, family: Family, figures: StageFigures, limit: float) -> None:
@@ -174,12 +203,12 @@ class FamilyBound:
         self._first_link = FirstLink(space.topology, figures.choices)
 
     def _lead(self) -> Floats:
-        """(places,): least seconds until the first micro-batch arrives, on any devices."""
+        """Return (places,) least seconds until the first micro-batch arrives, on any devices."""
         figures = self.figures
-        way = np.full(self.places * self.width, inf)
+        first_micro_batch = np.full(self.places * self.width, inf)
         pair = figures.start * self.width + figures.end - figures.start
-        np.minimum.at(way, pair, figures.forward + figures.cut)
-        table, lead = way.reshape(self.places, self.width), np.full(self.places, inf)
+        np.minimum.at(first_micro_batch, pair, figures.forward + figures.cut)
+        table, lead = first_micro_batch.reshape(self.places, self.width), np.full(self.places, inf)
         lead[0] = 0.0
         for start in range(self.places - 1):
             top = min(self.width, self.places - start)
@@ -189,7 +218,11 @@ class FamilyBound:
         return lead
 
     def _single(self, alone: Floats, host_seconds: Floats, modes: Sequence[Recompute]) -> float:
-        """The least step of one stage; seconds of stages as the first mode recomputes, and of their hosts."""
+        """Return the least step of one stage.
+
+        `alone` are the seconds of stages in the first recomputation mode, `host_seconds` those of their
+        hosts.
+        """
         figures, least = self.figures, inf
         whole = np.flatnonzero((figures.start == 0) & (figures.end == self.places - 1))
         for number, mode in enumerate(modes):
@@ -206,7 +239,10 @@ class FamilyBound:
         return min(longest, (self.limit + float(self.once.max(initial=0.0))) / count / SAFE)
 
     def in_flight(self, remaining: int) -> int:
-        """Micro-batches in flight on the `remaining`-th stage from the end, rounded down to a few numbers."""
+        """Return the micro-batches in flight on the `remaining`-th stage from the end, rounded down.
+
+        Rounding leaves few distinct numbers, so that few tables are needed.
+        """
         schedule, step = find_schedule(self.family.config.schedule), 1
         count = int(schedule.in_flight(0, remaining, self.micro_batches))
         while self.is_1f1b and count > EVERY_IN_FLIGHT * step:
@@ -214,15 +250,15 @@ class FamilyBound:
         return count - count % step
 
     def may_be_pivot(self, remaining: int) -> bool:
-        """Return whether the `remaining`-th stage from the end may be s."""
+        """Return whether the `remaining`-th stage from the end may be the pivot."""
         return not self.is_1f1b or remaining < self.micro_batches
 
     def stands_for_earlier(self, remaining: int) -> bool:
-        """Return whether that stage is s also for longer stages before it, and so may have any length."""
+        """Return whether that stage may be the pivot with any length, for longer stages before it."""
         return self.is_1f1b and remaining == self.micro_batches - 1 < self.most_stages
 
     def fitting(self, in_flight: int, high: float) -> _Fitting:
-        """The stages with x <= `high` that fit with so many micro-batches in flight."""
+        """Return the stages with x <= `high` that fit with `in_flight` micro-batches."""
         key = in_flight, high
         if key not in self._fitting:
             if len(self._fitting) > 3 * EVERY_IN_FLIGHT:
@@ -240,7 +276,11 @@ class FamilyBound:
         return self._fitting[key]
 
     def fewest_devices(self, high: float) -> float:
-        """Devices, by speed, of a pipeline with x <= `high`: some that suffice, else the fewest."""
+        """Return the devices of a pipeline whose stages all have x <= `high`.
+
+        Returns:
+            Devices in units of the fastest kind: a number that suffices, else the fewest.
+        """
         rows, fewest = [self._last], inf
         tables = dict[int, Floats]()
         devices = (self.figures.speed[self.figures.kind] * self.figures.replicas)[self.choice]
@@ -257,11 +297,11 @@ class FamilyBound:
 
     @cached_property
     def capacity(self) -> float:
-        """All devices, counted by speed."""
+        """All devices, in units of the fastest kind."""
         return float(self.figures.speed @ self.devices) * (1 + 1e-9)
 
     def count_devices(self, pipeline: Iterable[PricedStage]) -> Floats:
-        """(kinds,): devices that a pipeline takes."""
+        """Return (kinds,) numbers of devices that a pipeline takes."""
         used = np.zeros(len(self.devices))
         for stage in pipeline:
             choice = self.choice[stage.row]
@@ -270,11 +310,11 @@ class FamilyBound:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Places, and most blocks of a stage; from 0, where a stage may surely hold no layer."""
+        """Number of places, and one more than the most blocks of a stage."""
         return self.places, self.width
 
     def _following(self, row: Floats) -> Floats:
-        """(places, width): entries of a row at the end of each stage."""
+        """Return (places, width) entries of a row at the end of each stage."""
         padded = np.append(row, np.full(self.width - 1, inf))
         return np.lib.stride_tricks.sliding_window_view(padded, self.width)
 
@@ -285,16 +325,22 @@ class FamilyBound:
         return row
 
     def price(self, low: float, high: float, prices: Floats) -> PricedSums:
-        """The least priced sums of pipelines whose longest stage takes from `low` to `high` seconds."""
+        """Return the least priced sums of pipelines whose longest stage takes from `low` to `high` seconds.
+
+        Args:
+            low: Least seconds of the longest stage.
+            high: Most seconds of the longest stage.
+            prices: (kinds,) price of a device.
+        """
         after, whole, sums = [self._last], [np.full(self.places, inf)], list[float]()
         by_count, tables = dict[int, tuple[Floats, Floats, Floats, Floats]](), [(self._last,) * 3]
         for remaining in range(1, self.most_stages + 1):
             count = self.in_flight(remaining)
             if count not in by_count:
                 by_count[count] = self._tables(count, low, high, prices)
-            behind, before, longest, any_length = by_count[count]
+            later, earlier, longest, any_length = by_count[count]
             following = self._following(after[-1])
-            rest = (before + self._following(whole[-1])).min(axis=1)
+            rest = (earlier + self._following(whole[-1])).min(axis=1)
             row = rest
             if self.may_be_pivot(remaining):
                 row = np.minimum(rest, (longest + following).min(axis=1) + self._rounded(remaining, high))
@@ -302,30 +348,30 @@ class FamilyBound:
             if self.stands_for_earlier(remaining):
                 longest = any_length
                 row = np.minimum(rest, (longest + following).min(axis=1) + self._rounded(remaining, high))
-            after.append((behind + following).min(axis=1))
+            after.append((later + following).min(axis=1))
             whole.append(row)
-            tables.append((behind, before, longest))
+            tables.append((later, earlier, longest))
             if not (np.isfinite(after[-1]).any() or np.isfinite(row).any()):
                 break
         bounds = (np.array(sums) - float(prices @ self.devices)) * SAFE
         return PricedSums(low, high, prices, bounds, after, whole, tables)
 
     def _rounded(self, remaining: int, high: float) -> float:
-        """Seconds, at most 0, to add to s: its table is made for fewer micro-batches in flight."""
+        """Return seconds <= 0 to add to the pivot, whose table is for fewer micro-batches in flight."""
         return (self.in_flight(remaining) - remaining) * high if self.is_1f1b else 0.0
 
     def _tables(
         self, count: int, low: float, high: float, prices: Floats
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """(places, width) each: the least of a stage after s, before it, of s, and of s of any length."""
+        """Return (places, width) least values by role: after the pivot, before it, pivot, any pivot."""
         fitting = self.fitting(count, high)
         values = self._values(fitting, count, prices)
-        behind, before, own = (fitting.least(value, self.shape) for value in values)
+        later, earlier, pivot = (fitting.least(value, self.shape) for value in values)
         longest = fitting.least(np.where(fitting.seconds >= low, values[2], inf), self.shape)
-        return behind, before, longest, own
+        return later, earlier, longest, pivot
 
     def _values(self, fitting: _Fitting, count: int, prices: Floats) -> tuple[Floats, Floats, Floats]:
-        """(stages,) each: what a stage counts after s, before it, and as s."""
+        """Return (stages,) seconds that a stage counts after the pivot, before it, and as the pivot."""
         index, weight = fitting.rows, self.after
         cut, first = self.cut[index], self.first_exposed[index]
         paid = (prices[self.figures.kind] * self.figures.replicas)[self.choice[index]] - self.once[index]
@@ -340,16 +386,25 @@ class FamilyBound:
         )
 
     def joined(self, sums: PricedSums, stages: int) -> float:
-        """Seconds that no pipeline of so many stages, two or more, is below: priced sums, of which the first
-        link and all-reduce are bounded together (`FirstLink`)."""
+        """Return a bound on pipelines of `stages` >= 2 stages that counts first link and all-reduce jointly.
+
+        The rest of the bound are the priced sums. `FirstLink` bounds the two costs together.
+
+        Args:
+            sums: Priced sums.
+            stages: Number of stages.
+
+        Returns:
+            Seconds.
+        """
         if self._first_link.node >= self.devices.sum() or not self.after:
             return 0.0
         count, paid = self.in_flight(stages), float(sums.prices @ self.devices)
         fitting, following = self.fitting(count, sums.high), self._by_choice(sums, stages - 1)
         first = np.flatnonzero(self.start[fitting.rows] == 0)
         rows = fitting.rows[first]
-        _, before, pivot = (values[first] for values in self._values(fitting, count, sums.prices))
-        roles = [(before, following[1], 2)]
+        _, earlier, pivot = (values[first] for values in self._values(fitting, count, sums.prices))
+        roles = [(earlier, following[1], 2)]
         if self.may_be_pivot(stages):
             if not self.stands_for_earlier(stages):
                 pivot = np.where(fitting.seconds[first] >= sums.low, pivot, inf)
@@ -369,26 +424,28 @@ class FamilyBound:
         return (least - paid) * SAFE
 
     def _by_choice(self, sums: PricedSums, remaining: int) -> tuple[Floats, Floats]:
-        """(choices, places) each: the least sums of so many stages after s, and of as many with s among them,
-        by the choice of the first of them."""
+        """Return (choices, places) least sums of `remaining` stages, by the choice of the first of them.
+
+        The first table is for stages after the pivot, the second for stages with the pivot among them.
+        """
         count = self.in_flight(remaining)
         fitting = self.fitting(count, sums.high)
-        behind, before, pivot = self._values(fitting, count, sums.prices)
+        later, earlier, pivot = self._values(fitting, count, sums.prices)
         start, choice = self.start[fitting.rows], self.choice[fitting.rows]
         end = self.pair[fitting.rows] - start * (self.width - 1)
         after, whole = sums.after[remaining - 1], sums.whole[remaining - 1]
-        with_pivot = before + whole[end]
+        with_pivot = earlier + whole[end]
         if self.may_be_pivot(remaining):
             if not self.stands_for_earlier(remaining):
                 pivot = np.where(fitting.seconds >= sums.low, pivot, inf)
             with_pivot = np.minimum(with_pivot, pivot + after[end] + self._rounded(remaining, sums.high))
         tables = np.full((2, len(self.figures.replicas), self.places), inf)
-        np.minimum.at(tables[0], (choice, start), behind + after[end])
+        np.minimum.at(tables[0], (choice, start), later + after[end])
         np.minimum.at(tables[1], (choice, start), with_pivot)
         return tables[0], tables[1]
 
     def trace(self, sums: PricedSums, stages: int) -> tuple[PricedStage, ...]:
-        """The pipeline of so many stages with the least priced sum; empty where there is none."""
+        """Return the pipeline of `stages` stages with the least priced sum; empty if there is none."""
         if not np.isfinite(sums.whole[stages][0]):
             return ()
         return tuple(self._trace(sums, stages))
@@ -396,15 +453,15 @@ class FamilyBound:
     def _trace(self, sums: PricedSums, stages: int) -> Iterator[PricedStage]:
         place, passed = 0, False
         for remaining in range(stages, 0, -1):
-            behind, before, longest = (table[place] for table in sums.tables[remaining])
+            later_costs, earlier, longest = (table[place] for table in sums.tables[remaining])
             count, role = self.in_flight(remaining), 0
             after, whole = (
                 np.append(rows[remaining - 1], np.full(self.width, inf))[place : place + self.width]
                 for rows in (sums.after, sums.whole)
             )
-            rest, any_length = behind + after, False
+            rest, any_length = later_costs + after, False
             if not passed:
-                later, now = before + whole, longest + after
+                later, now = earlier + whole, longest + after
                 if not self.may_be_pivot(remaining):
                     now = np.full_like(now, inf)
                 any_length = self.stands_for_earlier(remaining)
@@ -421,7 +478,7 @@ class FamilyBound:
             place = end
 
     def stages(self, pipeline: Iterable[PricedStage]) -> list[RoughStage]:
-        """The stages of a pipeline without their prices."""
+        """Return the stages of a pipeline without their prices."""
         stages, figures = list[RoughStage](), self.figures
         for stage in pipeline:
             choice, seconds = self.choice[stage.row], float(self.seconds[stage.row])
@@ -433,8 +490,16 @@ class FamilyBound:
     def move_prices(
         self, sums: PricedSums, pipeline: Sequence[PricedStage], lines: list[tuple[float, Floats]]
     ) -> Floats | None:
-        """Better prices, from the pipeline that attains a bound; None where there are none. `lines`: of the
-        prices tried before, as of `best_prices`; this one is added."""
+        """Return better prices, from the pipeline that attains a bound.
+
+        Args:
+            sums: Priced sums at the current prices.
+            pipeline: Pipeline that attains the least of them.
+            lines: Values and slopes of the prices tried so far, see `best_prices`. This one is appended.
+
+        Returns:
+            (kinds,) prices; None if no better ones are known.
+        """
         slope = self.count_devices(pipeline) - self.devices
         if not pipeline or not slope.any():
             return None
@@ -445,7 +510,15 @@ class FamilyBound:
 
 @dataclass(frozen=True, eq=False)
 class StageRange:
-    """Pipelines whose longest stage takes from `low` to `high` seconds; `bounds` by number of stages."""
+    """Pipelines whose longest stage takes from `low` to `high` seconds.
+
+    Attributes:
+        stages: Bound of the family.
+        low: Least seconds of the longest stage.
+        high: Most seconds of the longest stage.
+        bounds: (stages,) bounds in seconds by number of stages.
+        prices: (kinds,) prices with which they were computed.
+    """
 
     stages: FamilyBound
     low: float
@@ -455,18 +528,23 @@ class StageRange:
 
     @property
     def bound(self) -> float:
-        """Seconds that none of them is below."""
+        """Lower bound in seconds on all of them."""
         return float(self.bounds.min(initial=inf))
 
     def least(self, stages: int) -> float:
-        """Seconds that none of so many stages is below."""
+        """Return the lower bound in seconds on those with `stages` stages."""
         return float(self.bounds[stages - 1]) if stages <= len(self.bounds) else inf
 
 
 @dataclass(frozen=True, eq=False)
 class StepRange:
-    """The pipelines of a family of a long chain. `high`: the shortest step known to have room for one, inf if
-    none is known; `is_possible`: whether some step has room."""
+    """Pipelines of a family of a long chain.
+
+    Attributes:
+        reach: Bound of the family.
+        high: Shortest step in seconds known to have room for a pipeline; inf if none is known.
+        is_possible: Whether some step has room.
+    """
 
     reach: ReachBound
     high: float = inf
@@ -474,15 +552,22 @@ class StepRange:
 
 
 Score = Callable[[Family, Sequence[RoughStage]], float]
-"""A function that scores plans near a pipeline and returns the seconds that a better plan must stay below."""
+"""Function that scores plans near a pipeline and returns the seconds that a better plan must stay below."""
 
 
 @dataclass(eq=False)
 class MemoryBound:
-    """The bound on all families, with these `counts` of stages, and with `deeper` all larger ones.
+    """Bound on all families.
 
-    `score` is given the pipelines that attain bounds. In the end `open_ranges` are those that may hold a plan
-    below the limit.
+    Attributes:
+        space: Costs and limits.
+        families: Configurations on orders of the devices.
+        counts: Numbers of stages.
+        deeper: Whether all larger numbers of stages are allowed, too.
+        budget: Budget of the bound.
+        score: Function that is called with the pipelines that attain bounds.
+        open_ranges: In the end, the ranges that may hold a plan below the limit.
+        limit: Seconds that a plan must be faster than.
     """
 
     space: Space
@@ -492,11 +577,11 @@ class MemoryBound:
     budget: SearchBudget
     score: Score | None = None
     every_range: bool = False
-    """Refine also the ranges that do not have the lowest bound, for a search that follows."""
+    """Whether to refine ranges that do not have the lowest bound, too, for a search that follows."""
     open_ranges: list[StageRange] = field(default_factory=list)
     limit: float = inf
     _closed: float = inf
-    """The least bound of ranges that are not refined further."""
+    """Least bound of ranges that are not refined further."""
     _heap: list[tuple[float, int, StageRange | StepRange | Family]] = field(default_factory=list)
     _figures: dict[object, StageFigures | None] = field(default_factory=dict)
     _singles: dict[object, float] = field(default_factory=dict)
@@ -504,7 +589,7 @@ class MemoryBound:
     _pushed: int = 0
 
     def least(self, limit: float) -> float:
-        """A bound on all plans that take less than `limit` seconds; else the limit."""
+        """Return a bound on all plans; `limit` if no plan takes less than `limit` seconds."""
         self.limit = limit
         for family in distinct_families(self.families):
             self._push(quick_bound(self.space, family), family)
@@ -521,7 +606,7 @@ class MemoryBound:
 
     def _push(self, bound: float, item: StageRange | StepRange | Family) -> None:
         if bound < self.limit:
-            # Of equal bounds the latest range first: a family is finished before the next one is begun.
+            # Of equal bounds the latest range comes first: one family is finished before the next begins.
             self._pushed += 1
             order = self._pushed if isinstance(item, Family) else -self._pushed
             heappush(self._heap, (bound, order, item))
@@ -554,14 +639,13 @@ class MemoryBound:
             self._push(priced.bound, replace(priced, low=low, high=high))
 
     def _halve(self, low: float, item: StepRange) -> None:
-        """Narrow the range of steps between `low`, which no plan of the family is below, and the shortest
-        that is known to have room for a pipeline."""
+        """Narrow the range between the bound `low` and the shortest step with room for a pipeline."""
         high = min(item.high, self.limit)
         if high <= low * NARROW_STEP or low <= 0:
             self._closed = min(self._closed, low)
             return
         if high == inf and not item.is_possible:
-            # Where memory rules all pipelines out, no step is long enough.
+            # If no pipeline fits in memory, no step is long enough.
             if item.reach.fewest_devices(inf, self._is_allowed) <= item.reach.capacity:
                 self._push(low, replace(item, is_possible=True))
             return
@@ -575,11 +659,11 @@ class MemoryBound:
         self._push(low, replace(item, high=step))
 
     def _is_allowed(self, stages: int) -> bool:
-        """Return whether plans may have so many stages."""
+        """Return whether plans may have this number of stages."""
         return may_have(stages, self.counts, deeper=self.deeper)
 
     def _whole_range(self, family: Family, bound: float) -> StageRange | None:
-        """All pipelines of several stages of a family; the bound on those of one is known at once."""
+        """Return all pipelines of several stages of a family, and record the bound on its single stages."""
         figures = self._stage_figures(family)
         if figures is None:
             return None
@@ -604,7 +688,7 @@ class MemoryBound:
         return StageRange(stages, low, high, bounds, prices)
 
     def _stage_figures(self, family: Family) -> StageFigures | None:
-        """The figures of a family, made once for all families that share them."""
+        """Return the stage figures of a family, cached for all families that share them."""
         config = family.config
         key = config.micro_batch_size, family.replicas, stage_modes(config), splits_backward(config)
         if key not in self._figures:
@@ -614,13 +698,13 @@ class MemoryBound:
         return self._figures[key]
 
     def _spend(self, stages: FamilyBound, share: float = 1.0) -> None:
-        """Count a dynamic programme, or a share of one."""
+        """Count the work of a dynamic programme, or of a share of one."""
         self.budget.check()
         rows = 1e5 + 4.0 * stages.places * stages.width
         self.budget.spend(share * (min(stages.most_stages, stages.places) * rows + 1e3 * len(stages.pair)))
 
     def _improve(self, item: StageRange) -> StageRange:
-        """The range with better bounds and prices."""
+        """Return the range with better bounds and prices."""
         stages, bounds, prices = item.stages, item.bounds.copy(), item.prices
         lines = dict[int, list[tuple[float, Floats]]]()
         for _ in range(LOOKS):
@@ -646,39 +730,48 @@ class MemoryBound:
         return replace(item, bounds=bounds, prices=prices)
 
     def left(self, family: Family) -> list[StageRange] | None:
-        """The ranges of a family that may hold a plan below the limit; None where it was not looked at."""
+        """Return the ranges of a family that may hold a plan below the limit; None if it was not examined."""
         key = family.config, family.replicas
         waiting = [item for _, _, item in self._heap]
         if any(isinstance(item, Family) and (item.config, item.replicas) == key for item in waiting):
             return None
         ranges = [*self.open_ranges, *(item for item in waiting if isinstance(item, StageRange))]
         return [
-            one
-            for one in ranges
-            if (one.stages.family.config, one.stages.family.replicas) == key and one.bound < self.limit
+            stage_range
+            for stage_range in ranges
+            if (stage_range.stages.family.config, stage_range.stages.family.replicas) == key
+            and stage_range.bound < self.limit
         ]
 
     def single(self, family: Family) -> float:
-        """The bound on plans of one stage of a family that was looked at; inf where it has none."""
+        """Return the bound on plans of one stage of a family that was examined; inf if it has none."""
         return self._singles.get((family.config, family.replicas), inf)
 
     def completion(self, family: Family, stages: int, limit: float) -> CompletionBound | None:
-        """The bound on unfinished plans of so many stages, for plans below `limit`; None where there is none.
+        """Return the bound on unfinished plans of a family, cached over its orders of the devices.
 
-        It is made once for all families that differ by the order of the devices alone.
+        Args:
+            family: Configuration and devices.
+            stages: Number of stages of the complete plans.
+            limit: Seconds that a plan must be faster than.
+
+        Returns:
+            The bound; None if there is none.
         """
         key = family.config, family.replicas, stages
         if key not in self._completions:
-            ranges = [one for one in self.left(family) or () if one.least(stages) < limit]
+            ranges = [
+                stage_range for stage_range in self.left(family) or () if stage_range.least(stages) < limit
+            ]
             self._completions[key] = CompletionBound(ranges, stages) if stages > 1 and ranges else None
         return self._completions[key]
 
 
 class CompletionBound:
-    """The bound on unfinished plans of one family with `count` stages.
+    """Bound on unfinished plans of one family with `count` stages.
 
     Args:
-        ranges: Where the longest stage of such a plan below the limit may lie.
+        ranges: Ranges that may hold the longest stage of a plan below the limit.
         count: Number of stages.
     """
 
@@ -705,11 +798,19 @@ class CompletionBound:
         self._paid = float(best.prices @ self.stages.devices)
 
     def start(self) -> BoundState:
-        """The state of the plan of no stages."""
+        """Return the state of the plan without stages."""
         return {"before": np.zeros(1), "pivot": np.full(1, NO_PIVOT), "longest": np.zeros(1)}
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
-        """(expansions,): the bound with a further stage, and the state then."""
+        """Return the bound of plans with one further stage, and their states.
+
+        Args:
+            state: State of the plans, by entry of `stage`.
+            stage: The further stages.
+
+        Returns:
+            (expansions,) bounds in seconds, and the new states.
+        """
         bound, following = self.stages, stage.remaining - 1
         weight = bound.after
         fits = np.isfinite(stage.backward)
@@ -725,7 +826,7 @@ class CompletionBound:
         pivot = state["pivot"] + weight * (x + cut) + paid
         if is_pivot:
             pivot = np.maximum(pivot, state["before"] + cut + times * x + paid)
-        before = state["before"] + cut + x + paid
+        earlier = state["before"] + cut + x + paid
         longest = np.maximum(state["longest"], x)
         after, whole = (
             rows[following][stage.end] if following < len(rows) else np.full(len(x), inf)
@@ -733,15 +834,15 @@ class CompletionBound:
         )
         least_cut = 2 * stage.least_cut
         through_pivot = pivot + weight * least_cut + after
-        rest = before + least_cut + whole
+        rest = earlier + least_cut + whole
         if is_pivot:
-            # A longest stage is among the chosen ones, or among those that follow.
+            # A longest stage is one of the chosen stages or one of the missing ones.
             rest = np.where(longest < self.low, rest, -inf)
         seconds = np.where(fits, (np.maximum(through_pivot, rest) - self._paid) * SAFE, inf)
-        return seconds, {"before": before, "pivot": pivot, "longest": longest}
+        return seconds, {"before": earlier, "pivot": pivot, "longest": longest}
 
     def _price(self, stage: Expansion) -> float:
-        """The least price of a device of a group."""
+        """Return the least price of a device of the stage's group."""
         if len(self._prices) == 1:
             return float(self._prices[0])
         kinds = self.stages.figures.kinds
@@ -751,12 +852,14 @@ class CompletionBound:
 
 
 def best_prices(lines: Sequence[tuple[float, Floats]], prices: Floats, speed: Floats) -> Floats:
-    """The prices that raise the least of some lines most: with several kinds a linear programme of HiGHS.
+    """Return the prices that raise the minimum of some lines most.
+
+    With several kinds of devices, HiGHS solves a linear programme.
 
     Args:
-        lines: Value at a price of 0, and slope by kind, of sums that bound a step.
-        prices: The prices now; none moves by more than a factor of `MOST_MOVE`.
-        speed: Speed by kind: no kind is priced below a slower one, and kinds of one speed cost the same.
+        lines: Values at price 0 and (kinds,) slopes of sums that bound a step.
+        prices: (kinds,) current prices. None moves by more than a factor of `MOST_MOVE`.
+        speed: (kinds,) speeds. No kind is priced below a slower one, and kinds of equal speed cost the same.
     """
     if len(prices) == 1:
         return _best_price(lines, float(prices[0]))
@@ -786,8 +889,11 @@ def best_prices(lines: Sequence[tuple[float, Floats]], prices: Floats, speed: Fl
 
 
 def _best_price(lines: Sequence[tuple[float, Floats]], price: float) -> Floats:
-    """The same for one kind: the least of lines is greatest at an end, or where two of them meet."""
-    values, slopes = np.array([value for value, _ in lines]), np.array([float(own[0]) for _, own in lines])
+    """Return the best price of a single kind: an end of the range, or where two lines meet."""
+    values, slopes = (
+        np.array([value for value, _ in lines]),
+        np.array([float(slope[0]) for _, slope in lines]),
+    )
     first, second = np.triu_indices(len(lines), 1)
     meet = slopes[first] != slopes[second]
     crossings = (values[second] - values[first])[meet] / (slopes[first] - slopes[second])[meet]

@@ -1,19 +1,19 @@
-"""Proven lower bounds on the step seconds of 1F1B pipelines, for whole plans and for unfinished ones.
+"""Proven lower bounds on the step seconds of complete and unfinished 1F1B pipelines.
 
 Costs of a stage: f forward, b backward (with what it recomputes), e the all-reduce after its last backward;
-of a cut: o = bytes / bandwidth, for which the link is taken, and c = o + latency until the tensor is there,
-the same both ways. M micro-batches. `simulate` runs exactly these rules, so a bound on them is a bound on
+of a cut: o = bytes / bandwidth, while the link is busy, and c = o + latency until the tensor has arrived,
+in both directions. M micro-batches. `simulate` runs exactly these rules, so a bound on them is a bound on
 every step it can report (with transfers that block, a step only grows).
 
-What holds for stage s of any plan (0-based, p stages, w = micro-batches it may hold = min(M, p - s)):
+For stage s of any plan (0-based, p stages, w = min(M, p - s) micro-batches in flight):
 
-    before its first F   at least sum of (f + c) of the stages before it      (micro-batch 0 has to get there)
-    after its last B     at least e, or (b + c) of the stages back to any stage before and its e; the sums of
-                         the stage's tied weights count with e, as what they take at the least
+    before its first F   at least sum of (f + c) of the stages before it      (micro-batch 0 must arrive)
+    after its last B     at least e, or (b + c) of the stages back to any earlier stage plus that stage's e;
+                         e includes the least seconds of the sums of the stage's tied weights
     a round trip         D = 2 c + sum of (f + b) + 2 sum of c of the stages after it, between the end of a
                          micro-batch's F and the start of its B
 
-and so, from the first start to the last end on stage s, the largest of
+so that the time from the first start to the last end on stage s is at least the largest of
 
     ceil(M / w) (f + b + D)           micro-batch m + w starts when m is done, so round trips chain
                                       (the busiest stage's work is the last stage's case, D = 0)
@@ -23,14 +23,15 @@ and so, from the first start to the last end on stage s, the largest of
     M f + M b, M f + D + b, f + D + M b   (M = w), the same without the middle
     f + D + (M - 1) o + b             the link after the stage carries M tensors
 
-The first of several backwards on a stage takes a less than b: it adds to no gradients. It is micro-batch
-0's, so that a path through all micro-batches of a stage is shorter by a once, and one on which micro-batch 0
-makes its round trip by D - D', the a of the stages after. What follows the last B is another micro-batch's.
-(In GPipe the last micro-batch's backward is the first, and its terms, too, are taken with b - a and D'.)
+The first of several backwards on a stage takes a seconds less than b, because it adds to no gradients. It is
+that of micro-batch 0. So a path through all micro-batches of a stage is shorter by a once, and a path on
+which micro-batch 0 makes its round trip is shorter by D - D', the sum of a over the stages after. The path
+after the last B belongs to another micro-batch.
+(In GPipe the last micro-batch's backward is the first one, so its terms use b - a and D', too.)
 
-For an unfinished plan the terms of the missing stages are minimised by dynamic programming from the last
-stage back, over cut points, positions in the order of the devices and stages that are left, each by itself:
-still below every completion.
+For an unfinished plan, dynamic programming from the last stage back minimises each term of the missing stages
+separately, over cut points, positions in the order of the devices and missing stages. The sum of separate
+minima is at most the bound of every completion.
 """
 
 from __future__ import annotations
@@ -49,45 +50,70 @@ from .stage_choices import GroupChoices, StageChoices
 
 
 class RoundTripBound:
-    """The bounds of the module's docstring, for plans below `limit`: all others may be kept, or
-    not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
+    """Bounds of the module's docstring, for plans below `limit` seconds; slower plans may get inf.
+
+    They hold for GPipe, too, where every micro-batch is in flight.
+
+    Args:
+        choices: Allowed stages.
+        limit: Seconds of the best known step.
+    """
 
     def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
         self.choices, self._limit = choices, limit
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
-        """A bound on every plan of so many stages; inf where there is none."""
+        """Return a bound in seconds on every plan of `stages` stages; inf if there is no plan."""
         to_last_backward, to_end, *_ = self.rows(stages)
         return float(max(to_last_backward[0, 0], to_end[0, 0]))
 
     def rows(self, stages: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """(positions + 1, cut points) each, for the last so many stages after one that ends there: seconds
-        from the first F on the first of them to its last B, to the end of the step, of a round trip, and of
-        the first one."""
+        """Return the least seconds of the last `stages` stages, by the end of the stage before them.
+
+        Rows are computed by dynamic programming when they are first needed; they are bounds on the missing
+        stages.
+
+        Returns:
+            Four (positions + 1, cut points) tables: seconds from the first F on the first of these stages to
+            its last B, to the end of the step, of a round trip, and of the first round trip.
+        """
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
 
     def start(self) -> BoundState:
-        """What is known of the plan of no stages."""
+        """Return the state of the plan without stages."""
         zero = np.zeros(1)
         return {"lag": zero, "back": zero, "known": zero}
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
-        """(expansions,): the bound with a further stage, and what is known then."""
+        """Return the bound of plans with one further stage, and their states.
+
+        Args:
+            state: State of the plans, by entry of `stage`.
+            stage: The further stages.
+
+        Returns:
+            (expansions,) bounds in seconds, and the new states.
+        """
         f, b, e = stage.forward, stage.backward, stage.least_after
         to_last_backward, to_end, trips, first_trips = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
         lag, back = state["lag"] + stage.cut, state["back"] + stage.cut
-        way = 2 * stage.least_cut
+        both_ways = 2 * stage.least_cut
         stay = StageTimes(
-            f, b, stage.accumulation, stage.least_occupancy, way + trips[at], way + first_trips[at]
+            f,
+            b,
+            stage.accumulation,
+            stage.least_occupancy,
+            both_ways + trips[at],
+            both_ways + first_trips[at],
         )
-        own = self._stage_term(stage.remaining, stay)
-        inward = np.maximum(own, f + b + 2 * stage.least_cut + to_last_backward[at])
+        stage_seconds = self._stage_term(stage.remaining, stay)
+        inward = np.maximum(stage_seconds, f + b + 2 * stage.least_cut + to_last_backward[at])
         whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
-        sure = np.maximum(state["known"], lag + own + np.maximum(back, e))
+        sure = np.maximum(state["known"], lag + stage_seconds + np.maximum(back, e))
         bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
         return bound, {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
 
@@ -108,7 +134,7 @@ class RoundTripBound:
     def _fill(
         self, rows: tuple[Floats, ...], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
     ) -> None:
-        """Adds a group's stages before those that are `reachable` from them."""
+        """Lower the rows to the stages of a group that are followed by `reachable` ones."""
         stages = group.before(reachable)
         if stages is None:
             return
@@ -121,8 +147,8 @@ class RoundTripBound:
         cut = occupancy + latency * group.inner[stages.pair]
         saved = group.accumulation[stages.pair]
         stay = StageTimes(f, b, saved, occupancy, 2 * cut + trips, 2 * cut + first_trips)
-        own = self._stage_term(remaining, stay)
-        inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
+        stage_seconds = self._stage_term(remaining, stay)
+        inward = np.maximum(stage_seconds, f + b + 2 * cut + to_last_backward)
         whole = np.maximum(inward + group.least_after[stages.pair], f + cut + to_end)
         too_slow = np.maximum(inward, whole) >= self._limit
         around, first_around = f + b + stay.trip, f + b - saved + stay.first_trip
@@ -130,7 +156,10 @@ class RoundTripBound:
             stages.least_into(values, np.where(too_slow, np.inf, seconds))
 
     def _least_backward(self, group: GroupChoices, remaining: int) -> Floats:
-        """Of any micro-batch: under except_last the last one's, without what is run again."""
+        """Return the least backward seconds of any micro-batch.
+
+        Under `except_last` that is the last one's, which recomputes nothing.
+        """
         b = group.backward(self.choices.in_flight(remaining))[0]
         last_differs = self.choices.config.recompute == "except_last"
         return np.where(np.isinf(b), np.inf, group.plain) if last_differs else b
@@ -141,7 +170,7 @@ class RoundTripBound:
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """What a stage's term depends on, in the letters of the module's docstring: f, b, a, o, D and D'."""
+    """Inputs of a stage's term, in the letters of the module's docstring: f, b, a, o, D and D'."""
 
     forward: Floats
     backward: Floats
@@ -152,8 +181,15 @@ class StageTimes:
 
 
 def stage_term(config: PipelineConfig, in_flight: float, stay: StageTimes) -> Floats:
-    """From the first start to the last end on a stage that may hold `in_flight` micro-batches: the largest of
-    the module's docstring."""
+    """Return the least seconds from the first start to the last end on a stage.
+
+    It is the largest term of the module's docstring.
+
+    Args:
+        config: Schedule and number of micro-batches.
+        in_flight: Micro-batches that the stage may hold.
+        stay: Times of the stage and of the round trip after it.
+    """
     count, f, b, trip = config.micro_batches, stay.forward, stay.backward, stay.trip
     first, first_trip = b - stay.accumulation, stay.first_trip
     last, last_trip = (first, first_trip) if config.schedule == "gpipe" else (b, trip)
@@ -174,12 +210,12 @@ def stage_term(config: PipelineConfig, in_flight: float, stay: StageTimes) -> Fl
 
 
 def multiply_finite(count: int, values: Floats) -> Floats | float:
-    """count * values, where 0 times infinity is 0."""
+    """Return count * values, where 0 times infinity is 0."""
     return count * values if count else 0.0
 
 
 def whole_bound_1f1b(plans: Pipelines) -> Floats:
-    """(plans,): the bound of whole plans."""
+    """Return (plans,) bounds in seconds of complete plans."""
     count, stages = plans.config.micro_batches, plans.stages
     after_last = np.zeros((len(plans), 1))
     cut = np.hstack([plans.occupancy + plans.latency, after_last])
@@ -192,12 +228,12 @@ def whole_bound_1f1b(plans: Pipelines) -> Floats:
     lag, back, bound = (np.zeros(len(plans)) for _ in range(3))
     ends = np.zeros((stages, len(plans)))
     for stage in range(stages):
-        trip, first_trip = (2 * cut[:, stage] + after[stage + 1] for after in (trips, first_trips))
-        own_f, own_b, own_saved = f[:, stage], b[:, stage], saved[:, stage]
-        stay = StageTimes(own_f, own_b, own_saved, occupancy[:, stage], trip, first_trip)
-        own = stage_term(plans.config, min(count, stages - stage), stay)
-        ends[stage] = lag + own + e[:, stage]
-        bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))
+        trip, first_trip = (2 * cut[:, stage] + later[stage + 1] for later in (trips, first_trips))
+        stage_f, stage_b, stage_saved = f[:, stage], b[:, stage], saved[:, stage]
+        stay = StageTimes(stage_f, stage_b, stage_saved, occupancy[:, stage], trip, first_trip)
+        stage_seconds = stage_term(plans.config, min(count, stages - stage), stay)
+        ends[stage] = lag + stage_seconds + e[:, stage]
+        bound = np.maximum(bound, lag + stage_seconds + np.maximum(back, e[:, stage]))
         lag = lag + f[:, stage] + cut[:, stage]
         back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])
     latest: Floats = np.maximum(bound, plans.after_tied_sums(ends).max(axis=0))

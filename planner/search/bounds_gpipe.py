@@ -1,18 +1,25 @@
-"""Proven lower bounds on the step seconds of GPipe pipelines, for whole plans and for unfinished ones.
+"""Proven lower bounds on the step seconds of complete and unfinished GPipe pipelines.
 
-The letters are those of `one_f_one_b`. GPipe's forwards and backwards are two flow shops of identical jobs
-(links are machines, latencies lags), whose spans are known exactly: sum of f and c plus (M - 1) times the
-largest f or o; the same for b. The first backward job is shorter (b': it adds to no gradients, and under
-`except_last` runs nothing again), and two paths are bounds: it on the last stage, then the second job through
-all of them: sum of b and c plus (M - 2) times the largest b or o, plus b' of the last stage; or it as far as
-the largest stage, where all others pass: sum of b' and c plus (M - 1) times the largest b or o.
+Letters as in `bounds_1f1b`. GPipe's forwards and backwards are two flow shops of identical jobs (links are
+machines, latencies are lags). Their spans are known exactly:
 
-The gradients of stage s are complete after the backwards of the stages from s on, another such span, and
-reduced e later.
+    forwards     sum of (f + c) + (M - 1) max(f, o)
+    backwards    sum of (b + c) + (M - 1) max(b, o)
 
-Where f, b and o of one stage are the largest they count together: the largest f + b (or 2 o) is a bound, too.
+The first backward job is shorter (b'): it adds to no gradients, and under `except_last` it recomputes
+nothing. Two paths through the backwards are bounds:
+
+    the first job on the last stage p, then the second job through all stages
+                 b'_p + sum of (b + c) + (M - 2) max(b, o)
+    the first job as far as the longest stage, where all other jobs pass
+                 sum of (b' + c) + (M - 1) max(b, o)
+
+The gradients of stage s are complete after the backwards of the stages from s on, another span of this form,
+and reduced e seconds later.
+
+If f, b and o of one stage are the largest, they count together: max(f + b, 2 o) replaces the two maxima.
 The last F of a stage ends no earlier than the launches of all its forwards, and the backwards begin after it.
-For an unfinished plan each of these sums and maxima is minimised by itself over the missing stages.
+For an unfinished plan, each of these sums and maxima is minimised separately over the missing stages.
 """
 
 from __future__ import annotations
@@ -34,13 +41,24 @@ NAMES = (
     *("most_forward", "most_backward", "most_both", "most_launch"),
     "tail",
 )
+"""Fields of `_Sums`, sums first."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Of the stages of a plan: sums of f, of b, of b', of c; the largest f, b and f + b (or o, 2 o of a cut),
-    and launch of a forward; and `tail`: from the start of the backwards to the latest end of a stage's
-    all-reduce."""
+    """Sums and maxima over the stages of a plan, in seconds.
+
+    Attributes:
+        forward: Sum of f.
+        usual: Sum of b.
+        plain: Sum of b'.
+        cuts: Sum of c.
+        most_forward: Largest f or o.
+        most_backward: Largest b or o.
+        most_both: Largest f + b or 2 o.
+        most_launch: Largest host seconds of a forward.
+        tail: Seconds from the start of the backwards to the latest end of a stage's all-reduce.
+    """
 
     forward: Floats
     usual: Floats
@@ -54,7 +72,12 @@ class _Sums:
 
 
 class GPipeBound:
-    """The bounds of the module's docstring."""
+    """Bounds of the module's docstring for plans below `limit` seconds.
+
+    Args:
+        choices: Allowed stages.
+        limit: Seconds of the best known step.
+    """
 
     def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
         self.choices, self._limit = choices, limit
@@ -68,7 +91,7 @@ class GPipeBound:
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
-        """A bound on every plan of so many stages; inf where there is none."""
+        """Return a bound in seconds on every plan of `stages` stages; inf if there is no plan."""
         simple = self._round_trips.root(stages)
         if simple >= self._limit:
             return simple
@@ -76,21 +99,34 @@ class GPipeBound:
         return float(max(simple, self._total(row).max()))
 
     def rows(self, stages: int) -> _Sums:
-        """(positions + 1, cut points): the smallest that each can be for the last so many stages, after one
-        that ends there."""
+        """Return the least sums of the last `stages` stages, by the end of the stage before them.
+
+        The bound of an unfinished plan adds them for its missing stages.
+
+        Returns:
+            Sums of shape (positions + 1, cut points).
+        """
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
 
     def start(self) -> BoundState:
-        """What is known of the plan of no stages."""
+        """Return the state of the plan without stages."""
         return dict.fromkeys(("back", *NAMES[:-1]), np.zeros(1))
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
-        """(expansions,): the bound with a further stage, and what is known then."""
+        """Return the bound of plans with one further stage, and their states.
+
+        Args:
+            state: State of the plans, by entry of `stage`.
+            stage: The further stages.
+
+        Returns:
+            (expansions,) bounds in seconds, and the new states.
+        """
         follows = self.rows(stage.remaining - 1)
         at = (stage.end_position, stage.end)
-        own = _Sums(
+        stage_sums = _Sums(
             forward=stage.forward,
             usual=stage.backward,
             plain=self._first(stage.plain, stage.backward) - stage.accumulation,
@@ -101,13 +137,13 @@ class GPipeBound:
             most_launch=stage.forward_launch,
             tail=stage.least_after,
         )
-        now = {name: state[name] + getattr(own, name) for name in NAMES[:4]}
-        now |= {name: np.maximum(state[name], getattr(own, name)) for name in NAMES[4:8]}
+        now = {name: state[name] + getattr(stage_sums, name) for name in NAMES[:4]}
+        now |= {name: np.maximum(state[name], getattr(stage_sums, name)) for name in NAMES[4:8]}
         back = state["back"] + stage.cut
         ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
-        suffix = own.plain + stage.least_cut + ahead.plain + ahead.cuts
+        suffix = stage_sums.plain + stage.least_cut + ahead.plain + ahead.cuts
         most = np.maximum(stage.backward, ahead.most_backward)
-        # Only what goes on to the stage before takes the link to it.
+        # Only gradients that go on to the previous stage take the link to it.
         passing = np.maximum(most, stage.occupancy)
         followers = self._count - 1
         reduced = suffix + multiply_finite(followers, most) + stage.least_after
@@ -125,13 +161,13 @@ class GPipeBound:
             most_launch=np.maximum(now["most_launch"], ahead.most_launch),
             tail=tail,
         )
-        # The last of several backwards is no first one.
-        final = stage.backward if self._count > 1 else own.plain
+        # The last of several backwards is not the first, so it takes b instead of b'.
+        final = stage.backward if self._count > 1 else stage_sums.plain
         back = final + np.maximum(back, stage.least_after)
         return self._total(whole), now | {"back": back}
 
     def _first(self, plain: Floats, usual: Floats) -> Floats:
-        """Seconds of the backward that runs first, as if it added to gradients."""
+        """Return the seconds of the backward that runs first, accumulation into gradients included."""
         return plain if self._setting.recompute == "except_last" else usual
 
     def _total(self, sums: _Sums) -> Floats:
@@ -143,7 +179,7 @@ class GPipeBound:
 
     def _before(self, remaining: int) -> _Sums:
         rows = {name: np.full(self.choices.shape, np.inf) for name in NAMES}
-        # Where round trips leave no plan below the limit there is none.
+        # If the round-trip bound excludes all plans below the limit, none is reachable.
         reachable = np.isfinite(self._round_trips.rows(remaining - 1)[0])
         for group in self.choices.groups:
             self.choices.space.budget.check()
@@ -166,7 +202,7 @@ class GPipeBound:
         ahead = _Sums(*(getattr(follows, name)[stages.after, stages.end] for name in NAMES))
         most_backward = np.maximum(np.maximum(b, o), ahead.most_backward)
         suffix = plain + c + ahead.plain + ahead.cuts
-        own = {
+        stage_sums = {
             "forward": np.where(np.isinf(b), np.inf, f) + ahead.forward,
             "usual": b + ahead.usual,
             "plain": plain + ahead.plain,
@@ -180,12 +216,12 @@ class GPipeBound:
                 ahead.tail,
             ),
         }
-        for name, values in own.items():
+        for name, values in stage_sums.items():
             stages.least_into(rows[name], values)
 
 
 def whole_bound_gpipe(plans: Pipelines) -> Floats:
-    """(plans,): the bound of whole plans."""
+    """Return (plans,) bounds in seconds of complete plans."""
     config, after_last = plans.config, np.zeros((len(plans), 1))
     f, b = plans.forward, plans.backward
     plain = (plans.plain if config.recompute == "except_last" else b) - plans.accumulation
@@ -216,8 +252,11 @@ def whole_bound_gpipe(plans: Pipelines) -> Floats:
 def _total(
     config: PipelineConfig, sums: _Sums, last: Floats | float, forward_launches: float = 0.0
 ) -> Floats:
-    """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least;
-    `forward_launches`: of all micro-batches, where one process makes them."""
+    """Return the bound in seconds from the sums and maxima over all stages.
+
+    `last` is the least b' of the last stage. `forward_launches` are the host seconds of all forwards if one
+    process launches them, else 0.
+    """
     followers = config.micro_batches - 1
     forwards = sums.forward + sums.cuts + multiply_finite(followers, sums.most_forward)
     launch_end = np.maximum(config.micro_batches * sums.most_launch, forward_launches)

@@ -1,19 +1,19 @@
-"""The search for the fastest pipeline: cuts, replicas, placement, micro-batches, schedule, recomputation.
+"""Search for the fastest pipeline: cuts, replicas, placement, micro-batches, schedule, recomputation.
 
 Every subproblem (a configuration, an order of the devices and a stage count) has a proven bound.
 
-1. `MemoryBound` bounds all families, and plans near the pipelines that attain its bounds are simulated.
-2. Branch and bound extends unfinished plans by a stage, over all subproblems at once, those with the lowest
-   bounds first, as long as the lowest bound lies below the best plan known. Whole plans are simulated when
-   their bound is the lowest of all.
+1. `MemoryBound` bounds all families. Plans near the pipelines that attain its bounds are simulated.
+2. Branch and bound extends unfinished plans by one stage, over all subproblems at once, lowest bound first,
+while the lowest bound is below the best known plan. A complete plan is simulated when its bound is the lowest
+of all.
 
-Problems with too many layers or devices (`is_large`) have no tables of stages on runs of devices, and no
-second step. Their plans come from equal replicas, from the bound and from `improve_plans`.
+Problems with too many layers or devices (`is_large`) have no stage tables on runs of devices and no second
+step. Their plans come from equal replicas, from the bound and from `improve_plans`.
 
-When the work or the time that a search may spend is done, the lowest bound that is left is what is proven. Of
-too many unfinished plans those with the highest bounds are dropped, and the lowest of these limits what can
-be proven. Work is counted, so that the same input gives the same answer; time ends a search only where that
-would take longer than the whole of a budget's time.
+When the work or the time of the search is spent, the lowest remaining bound is what is proven. If there are
+too many unfinished plans, those with the highest bounds are dropped, and the lowest of the dropped bounds
+limits what can be proven. Work is counted, so that the same input gives the same answer. Time ends a search
+only if the counted work would take longer than the budget's time.
 """
 
 from __future__ import annotations
@@ -40,31 +40,37 @@ from .stage_figures import spread_cuts
 from .subproblem import Chunk, Subproblem
 
 WORK = 3e9
-"""Default work of a search, see `SearchBudget`."""
+"""Default counted work of a search, see `SearchBudget`."""
 FIRST_COUNTS = 6
-"""Numbers of stages of which a plan is made first, of every subproblem."""
+"""Numbers of stages for which every subproblem gets a plan before any subproblem gets more."""
 FOR_REST = 0.2
-"""Share of the work that is left once options were listed, for the search."""
+"""Share of the work and the time kept for branch and bound while first plans are made."""
 FOR_BOUND, FOR_LARGE = 0.5, 0.75
-"""Share of the work and the time for the bound on all families; where no branch and bound follows."""
+"""Share of the work and the time for the bound on all families: before branch and bound, and without it."""
 FEW_CUTS = 100
-"""Places to cut a long chain where nothing else finds a plan."""
+"""Number of cuts to which a long chain is reduced if no other method finds a plan."""
 MOST_UNFINISHED = 400_000
-"""Unfinished plans that are kept."""
+"""Most unfinished plans that are kept."""
 MOST_ENTRIES = 16e6
-"""Stages on runs of devices, between all cut points, that are searched."""
+"""Most (stage, run of devices) pairs between all cut points that are searched."""
 MOST_LINEAR = 256
-"""Devices up to which all plans are searched where every stage has one; else `MOST_DEVICES`."""
+"""Most devices for which all plans with one device a stage are searched. Otherwise `MOST_DEVICES` holds."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found and proved of its space.
+    """Best plan of a search and what it proved about its space.
 
-    `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
-    Both are inf where the space holds no plan that fits. `universal`: it holds for plans outside of the
-    space, too (see `planner.universal_bound`), of which `best` is one. `other_bound`: that on the plans of
-    the schedules that only `cut_search` searches, None where it did not, and `other_plans` good ones.
+    Attributes:
+        best: The fastest plan; None if none fits.
+        bound_seconds: Lower bound on every plan of the space; inf if no plan fits.
+        root_bound_seconds: The bound before searching.
+        exact: Whether `best` is proven optimal.
+        universal: Whether the bound also holds for plans outside the space, one of which is `best` (see
+            `planner.universal_bound`).
+        other_bound: Bound on the plans of schedules that only `cut_search` searches. None if it did not
+            search.
+        other_plans: Good plans of those schedules.
     """
 
     best: ScoredPlan | None
@@ -77,7 +83,7 @@ class SearchResult:
 
 
 def is_large(space: Space, families: Sequence[Family]) -> bool:
-    """Return whether there are too many layers or devices for tables of all stages on runs of devices."""
+    """Return whether stage tables on runs of devices would be too large."""
     if space.is_long:
         return True
     pairs = (space.chain.max_stages + 1) ** 2
@@ -98,21 +104,24 @@ def search(
     *,
     deeper: bool = False,
 ) -> SearchResult:
-    """The fastest plan of these families and stage counts, no slower than the seeds.
+    """Search the fastest plan of these families and stage counts, no slower than the seeds.
 
-    Among plans within `TIE` of each other: one of few stages, of a family that stands early.
+    Among plans within `TIE` of each other, it prefers fewer stages, then earlier families.
 
     Args:
         space: Costs and limits.
         families: Configurations on orders of the devices.
         stage_counts: Numbers of stages.
-        seeds: Plans that were scored before.
-        work: See `SearchBudget`; default `WORK`.
+        seeds: Plans that were scored earlier.
+        work: Counted work, see `SearchBudget`. Defaults to `WORK`.
         limit: Seconds that a plan must be faster than.
-        deeper: Plans with more stages are allowed, too: they are bounded, not searched.
+        deeper: Whether plans with more stages are allowed, too. They are bounded but not searched.
+
+    Returns:
+        The best plan, and the bound on all plans.
 
     Raises:
-        UsageError: Too many layers or devices for a way to recompute that the bound does not know.
+        UsageError: Too many layers or devices for a recomputation that the bound does not cover.
         DefectError: A plan is below the bound of a large problem.
     """
     large = is_large(space, families)
@@ -120,10 +129,10 @@ def search(
     if large and by_layer:
         devices, cuts = len(families[0].placement.ranks), space.chain.max_stages - 1
         raise UsageError(
-            f"recompute={families[0].config.recompute!r} of so many devices or layers: {devices} devices and "
-            f"{cuts} places to cut are too many to search",
-            f"Use recompute='auto', or at most {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut, fewer "
-            "where there are many of both.",
+            f"recompute={families[0].config.recompute!r} cannot be searched for {devices} devices and "
+            f"{cuts} cut points",
+            f"Use recompute='auto', or at most {MOST_DEVICES} devices and {MOST_BLOCKS} cut points "
+            "(fewer of each if both are many).",
         )
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
@@ -144,13 +153,13 @@ def search(
     if not large:
         return _BranchAndBound(space, families, counts, budget, incumbent, bound).run()
     if space.is_long and proven < inf and (incumbent.best is None or space.limits.are_set):
-        few = with_cuts(space, spread_cuts(space, FEW_CUTS))
-        if families and not is_large(few, families):
-            # The few cuts allow a search, which knows pins; the bound does not.
-            _BranchAndBound(few, families, counts, budget, incumbent, None).run()
+        reduced = with_cuts(space, spread_cuts(space, FEW_CUTS))
+        if families and not is_large(reduced, families):
+            # With few cuts the search is possible. It respects pins, which the bound ignores.
+            _BranchAndBound(reduced, families, counts, budget, incumbent, None).run()
     step = inf if incumbent.best is None else incumbent.best.step_seconds
     if bound is not None and proven > step * (1 + 3 * TIE):
-        raise DefectError(f"a plan of {step!r} s is below its bound of {proven!r} s: {incumbent.best}")
+        raise DefectError(f"a plan takes {step!r} s, less than its bound of {proven!r} s: {incumbent.best}")
     proven = min(proven, step)
     root = min([step, *(quick_bound(space, family) for family in families)])
     exact = proven >= step * (1 - TIE)
@@ -158,7 +167,7 @@ def search(
 
 
 class _BranchAndBound:
-    """A search under way: the best plan so far, and the subproblems."""
+    """A search in progress: the best plan so far, and the subproblems."""
 
     def __init__(
         self,
@@ -180,7 +189,7 @@ class _BranchAndBound:
             for problem in self.problems
             if problem.family.placement.name == ANY or _config_key(problem.family) not in anywhere
         ]
-        """Without those whose plans are among another's, which only start the search."""
+        """Subproblems to explore. The plans of the others are among these, so they only seed the search."""
 
     @property
     def step(self) -> float:
@@ -188,7 +197,7 @@ class _BranchAndBound:
         return self.incumbent.step
 
     def run(self) -> SearchResult:
-        """The answer."""
+        """Run the search and return its result."""
         try:
             self._begin()
             proven = self._explore()
@@ -198,13 +207,15 @@ class _BranchAndBound:
         best = self.incumbent.best
         step = inf if best is None else best.step_seconds
         root = min((problem.root for problem in self.whole), default=inf)
-        proven = max(proven, root)  # roots that a search which was stopped worked out after it
+        proven = max(proven, root)  # an interrupted search may have computed better roots
         exact = proven >= step * (1 - TIE)
         return SearchResult(best, step if exact else proven, min(root, step), exact)
 
     def _begin(self) -> None:
-        """Lists the options of all subproblems as far as there is time, and takes good plans of each: first
-        of a few numbers of stages, then of the others."""
+        """List the stage choices of all subproblems as far as the budget allows, and find good plans.
+
+        Every subproblem is tried first with `FIRST_COUNTS` numbers of stages, then with the rest.
+        """
         work, seconds = FOR_REST * self.work.remaining, FOR_REST * self.work.seconds_left
         problems = _in_order(self.problems)
         for part in ((0, FIRST_COUNTS), (FIRST_COUNTS, None)):
@@ -216,11 +227,15 @@ class _BranchAndBound:
                     self.incumbent.take(problem.seed(self.step, *part))
 
     def _is_left(self, problem: Subproblem) -> bool:
-        """Whether it may have plans of interest, and its options were not listed."""
+        """Return whether a subproblem may have better plans and its stage choices were not listed."""
         return bool(self.counts) and problem.quick_bound < self.step and not problem.roots
 
     def _explore(self) -> float:
-        """Branch and bound. A bound on all plans that were not scored; inf where none can be faster."""
+        """Run branch and bound.
+
+        Returns:
+            A bound on all plans that were not scored; inf if none can be faster.
+        """
         heap: list[tuple[float, int, Subproblem, Chunk]] = []
         open_plans = pushed = 0
 
@@ -264,7 +279,10 @@ class _BranchAndBound:
         return left_out if left_out < self.step * (1 - TIE) else inf
 
     def _prefer_simple(self) -> None:
-        """Of plans as fast as the best one of fewer stages or an earlier family, where a beam finds it."""
+        """Replace the best plan by an equally fast, simpler one if a beam search finds it.
+
+        Simpler plans have fewer stages, or belong to an earlier family.
+        """
         best = self.incumbent.best
         if best is None or self.work.spent:
             return
@@ -282,9 +300,11 @@ class _BranchAndBound:
 
 
 def _in_order(problems: Iterable[Subproblem]) -> list[Subproblem]:
-    """As they are begun: every configuration on one order of the devices before the others on a second one;
-    of each by the least seconds, and of those alike first the ones with fewer micro-batches, which have fewer
-    options."""
+    """Return the subproblems in the order in which they are begun.
+
+    Every configuration comes on its first order of the devices, then all on their second. Among these the
+    least `quick_bound` comes first; of equal ones, fewer micro-batches, which have fewer stage choices.
+    """
     earlier = Counter[tuple[object, ...]]()
 
     def rank(problem: Subproblem) -> tuple[int, float, int]:
@@ -299,10 +319,10 @@ _RangesKey = tuple[Placement, tuple[int, ...], bool]
 
 
 def _ranges_key(family: Family) -> _RangesKey:
-    """Families of the same runs share them."""
+    """Return a key that is equal for families with the same runs of devices."""
     return family.placement, family.replicas, family.on_all
 
 
 def _config_key(family: Family) -> tuple[object, ...]:
-    """The same for families that differ by the order of the devices alone."""
+    """Return a key that is equal for families that differ only in the order of the devices."""
     return family.config, family.replicas, family.on_all

@@ -1,8 +1,8 @@
-"""The devices of a topology by class, and the sets of them that differ.
+"""Classes of interchangeable devices, and the distinct sets of devices that stages can take.
 
-Devices of a kind that no level and no port tells apart are a class; of a class, stages take the first that
-are free. A set of devices is the number that it takes of each class, and so is the state that stages so far
-leave: what they take. Of further sets that are the same on a machine with its groups renumbered, one is kept.
+Devices of one kind that no level and no port distinguishes form a class. Stages take the first free devices
+of a class, so a set of devices is a vector of counts by class. The state after some stages is the vector of
+all devices taken. Of several next sets that are equal up to renumbering of groups, one is kept.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ..stage_table import Indices
 Shape = tuple[tuple[int, ...], ...]
 """By stage, the ranks of its replicas."""
 Vector = tuple[int, ...]
-"""By class, how many of its devices."""
+"""Number of devices by class."""
 
 
 def group_path(topology: Topology, rank: int) -> tuple[object, ...]:
-    """The groups that hold a device, the outermost first, and its kind."""
+    """Return the groups that hold a device, outermost first, followed by its kind."""
     return (*(rank // size for size in group_sizes(topology)), topology.device(rank))
 
 
 @lru_cache(maxsize=16)
 def group_sizes(topology: Topology) -> tuple[int, ...]:
-    """Devices of the groups, and of those that share a port, the largest first."""
-    own, inner = set[int](), 1
+    """Return the sizes of the groups of devices of a level or behind a port, largest first."""
+    sizes, inner = set[int](), 1
     for level in topology.levels:
-        own.add(level.devices_per_port)
+        sizes.add(level.devices_per_port)
         inner = topology.gpus if level.size is None else inner * level.size
-        own.add(inner)
-    return tuple(sorted((size for size in own if 1 < size < topology.gpus), reverse=True))
+        sizes.add(inner)
+    return tuple(sorted((size for size in sizes if 1 < size < topology.gpus), reverse=True))
 
 
 @lru_cache(maxsize=16)
 def _class_ranks(topology: Topology) -> list[tuple[int, ...]]:
-    """By class, the ranks of its devices."""
+    """Return the ranks of the devices by class."""
     by_path = dict[tuple[object, ...], list[int]]()
     for rank in range(topology.gpus):
         by_path.setdefault(group_path(topology, rank), []).append(rank)
@@ -50,23 +50,23 @@ def _class_ranks(topology: Topology) -> list[tuple[int, ...]]:
 
 
 def is_uniform(topology: Topology) -> bool:
-    """Whether it makes no difference which devices the stages take."""
+    """Return whether all devices and links are alike, so that any devices serve a stage equally well."""
     return len(topology.kinds) == 1 and not group_sizes(topology)
 
 
 @dataclass(frozen=True, eq=False)
 class Symmetry:
-    """Which assignments of devices are the same but for the names of devices and groups that are alike."""
+    """Equality of assignments of devices up to renumbering of equal devices and groups."""
 
     topology: Topology
     _holds: dict[tuple[object, ...], object] = field(default_factory=dict)
 
     def key(self, shape: Shape) -> tuple[object, ...]:
-        """The same for assignments that are."""
+        """Return a key that is equal for equivalent assignments."""
         numbers, counts, stages = dict[tuple[object, ...], int](), dict[tuple[object, ...], int](), []
-        for own in shape:
+        for ranks in shape:
             stage = []
-            for rank in own:
+            for rank in ranks:
                 *groups, kind = group_path(self.topology, rank)
                 label: tuple[object, ...] = ()
                 for depth in range(len(groups)):
@@ -80,7 +80,7 @@ class Symmetry:
         return tuple(stages)
 
     def contents(self, group: tuple[object, ...]) -> object:
-        """What a group holds, its parts in the order of the ranks."""
+        """Return what a group holds: its parts and their kinds in the order of the ranks."""
         if group not in self._holds:
             depth, first, parts = len(group), dict[object, int](), list[object]()
             for rank in range(self.topology.gpus):
@@ -94,37 +94,41 @@ class Symmetry:
 
 @dataclass(frozen=True, eq=False)
 class DeviceClasses:
-    """The classes of a topology's devices, the sets of these numbers of devices, and the steps from state to
-    state: `begins`, `afters` and `sets`."""
+    """Classes of a topology's devices, sets of devices, and transitions between states of taken devices.
+
+    Attributes:
+        topology: Devices and links.
+        counts: Numbers of devices that a set may have.
+    """
 
     topology: Topology
     counts: tuple[int, ...]
 
     @cached_property
     def ranks(self) -> list[tuple[int, ...]]:
-        """By class, those of its devices."""
+        """Ranks of the devices by class."""
         return _class_ranks(self.topology)
 
     @property
     def sizes(self) -> Vector:
-        """By class, its devices."""
+        """Number of devices by class."""
         return tuple(map(len, self.ranks))
 
     @cached_property
     def links(self) -> list[int]:
-        """By class, a number for how the links reach it: kinds make no difference to them."""
+        """By class, a number that is equal for classes with the same links, whatever their kinds."""
         numbers = dict[tuple[object, ...], int]()
-        paths = [group_path(self.topology, own[0])[:-1] for own in self.ranks]
+        paths = [group_path(self.topology, ranks[0])[:-1] for ranks in self.ranks]
         return [numbers.setdefault(path, len(numbers)) for path in paths]
 
     @cached_property
     def most_steps(self) -> int:
-        """No more steps than these."""
+        """Upper limit on the number of transitions."""
         return prod(comb(size + 2, 2) for size in self.sizes)
 
     @cached_property
     def most_orders(self) -> int:
-        """Of the replicas of all stages of a plan."""
+        """Most distinct orders of the replicas of all stages of a plan."""
         if len(set(self.links)) == 1:
             return 1
         by_link = np.bincount(self.links, weights=self.sizes)
@@ -132,46 +136,62 @@ class DeviceClasses:
 
     @cached_property
     def vectors(self) -> list[Vector]:
-        """The sets of devices that a stage may have, those of low ranks first."""
-        every = product(*(range(size + 1) for size in self.sizes))
-        return sorted((own for own in every if sum(own) in self.counts), key=lambda own: self.take(own))
+        """Sets of devices that a stage may have, those of low ranks first."""
+        vectors = product(*(range(size + 1) for size in self.sizes))
+        return sorted(
+            (vector for vector in vectors if sum(vector) in self.counts), key=lambda vector: self.take(vector)
+        )
 
     @cached_property
     def steps(self) -> tuple[list[Vector], Indices, Indices, Indices]:
-        """The states, by state what is taken (the first: nothing; the last: the most), and the steps, by
-        `begins`."""
-        number = {own: index for index, own in enumerate(self.vectors)}
+        """The states, and the transitions between them, sorted by first state.
+
+        The first state is that of no device taken.
+
+        Returns:
+            The states (devices taken by class), then (transitions,) arrays: state before the stage, state
+            after it, and set of devices that the stage takes.
+        """
+        number = {vector: index for index, vector in enumerate(self.vectors)}
         states, steps = {(0,) * len(self.sizes): 0}, list[tuple[int, int, int]]()
         symmetry = Symmetry(self.topology)
-        every = list(states)
-        for before in every:
+        queue = list(states)
+        for used in queue:
             keys = set[object]()
-            for own in self.vectors:
-                after = tuple(a + b for a, b in zip(before, own, strict=True))
-                if any(a > size for a, size in zip(after, self.sizes, strict=True)):
+            for vector in self.vectors:
+                total = tuple(a + b for a, b in zip(used, vector, strict=True))
+                if any(a > size for a, size in zip(total, self.sizes, strict=True)):
                     continue
-                key = symmetry.key((self.take(before), self.take(own, before))) if self._alike else own
+                key = symmetry.key((self.take(used), self.take(vector, used))) if self._alike else vector
                 if key in keys:
                     continue
                 keys.add(key)
-                if after not in states:
-                    states[after] = len(states)
-                    every.append(after)
-                steps.append((states[before], states[after], number[own]))
+                if total not in states:
+                    states[total] = len(states)
+                    queue.append(total)
+                steps.append((states[used], states[total], number[vector]))
         begins, afters, sets = np.array(sorted(steps), dtype=np.int64).reshape(-1, 3).T
-        return every, begins, afters, sets
+        return queue, begins, afters, sets
 
     @cached_property
     def _alike(self) -> bool:
-        """Whether two groups may be renumbered."""
-        symmetry, own = Symmetry(self.topology), set[tuple[object, ...]]()
+        """Whether two groups can be renumbered without a difference."""
+        symmetry = Symmetry(self.topology)
         paths = {group_path(self.topology, rank)[:-1] for rank in range(self.topology.gpus)}
         groups = {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
-        own = {(group[:-1], symmetry.contents(group)) for group in groups}
-        return len(own) < len(groups)
+        distinct = {(group[:-1], symmetry.contents(group)) for group in groups}
+        return len(distinct) < len(groups)
 
     def take(self, own: Vector, before: Vector | None = None) -> tuple[int, ...]:
-        """The ranks of a set, after stages that take so many of each class."""
+        """Return the ranks of a set of devices.
+
+        Args:
+            own: Number of devices by class.
+            before: Devices by class that earlier stages take. None for none.
+
+        Returns:
+            The ranks, ascending.
+        """
         before = (0,) * len(own) if before is None else before
         return tuple(
             sorted(
@@ -182,20 +202,22 @@ class DeviceClasses:
         )
 
     def orders(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """Of the devices of a stage, the orders that differ by what the links tell apart; as ranked first."""
-        own = {rank: link for ranks_, link in zip(self.ranks, self.links, strict=True) for rank in ranks_}
+        """Return the orders of a stage's devices that differ in their links. The first one is by rank."""
+        link_of_rank = {
+            rank: link for ranks_, link in zip(self.ranks, self.links, strict=True) for rank in ranks_
+        }
         by_link = dict[int, list[int]]()
         for rank in ranks:
-            by_link.setdefault(own[rank], []).append(rank)
+            by_link.setdefault(link_of_rank[rank], []).append(rank)
         return list(_interleave([tuple(group) for group in by_link.values()]))
 
 
 def _interleave(groups: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """All in one row, each group in its order; one after another first."""
+    """Yield all merges of the groups that keep each group's order, their concatenation first."""
     if not any(groups):
         yield ()
         return
-    for index, own in enumerate(groups):
-        if own:
-            rest = [*groups[:index], own[1:], *groups[index + 1 :]]
-            yield from ((own[0], *others) for others in _interleave(rest))
+    for index, group in enumerate(groups):
+        if group:
+            rest = [*groups[:index], group[1:], *groups[index + 1 :]]
+            yield from ((group[0], *rest_of_row) for rest_of_row in _interleave(rest))

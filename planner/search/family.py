@@ -1,4 +1,4 @@
-"""Families of plans: a configuration on an order of the devices, and bounds that need no tables of stages."""
+"""Families of plans (a configuration on an order of the devices) and bounds that need no stage tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from .placements import Placement
 from .space import Space, divide_batch
 
 SAFE = 1 - 1e-9
-"""Factor on a bound, so that rounding never lifts it above a step."""
+"""Factor on a bound, so that rounding never lifts it above the step time."""
 
 
 class RoughStage(NamedTuple):
-    """A stage on devices of a kind: the layer that it ends before, the place of the kind among those of its
-    family, replicas, and the seconds of a micro-batch on one device."""
+    """A stage on devices of one kind.
+
+    Attributes:
+        end: Number of layers up to its end.
+        kind: Index of the kind among those of the family.
+        replicas: Number of devices.
+        work: Seconds of a micro-batch on one device.
+    """
 
     end: int
     kind: int
@@ -29,29 +35,41 @@ class RoughStage(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """The pipelines of a configuration on an order of the devices, whose stages have these numbers of
-    replicas; `on_all`: only those that leave no device free."""
+    """All pipelines of one configuration on one order of the devices.
+
+    Attributes:
+        config: Schedule, micro-batches and recomputation.
+        placement: Order of the devices.
+        replicas: Numbers of replicas that stages may have.
+        on_all: Whether every device must be used.
+    """
 
     config: PipelineConfig
     placement: Placement
     replicas: tuple[int, ...]
     on_all: bool = False
     any_count: bool = False
-    """Plans with other numbers of replicas are allowed, too; they are bounded, not searched."""
+    """Whether plans with other numbers of replicas are allowed. They are bounded but not searched."""
 
 
 def splits_backward(config: PipelineConfig) -> bool:
-    """Return whether the weights' gradients are actions of their own."""
+    """Return whether the schedule computes weight gradients in separate actions."""
     return find_schedule(config.schedule).splits_backward
 
 
 def may_have(stages: int, counts: Collection[int], *, deeper: bool) -> bool:
-    """Return whether plans may have so many stages: one of `counts`, with `deeper` also any larger number."""
+    """Return whether plans may have `stages` stages.
+
+    Args:
+        stages: Number of stages.
+        counts: Searched numbers of stages.
+        deeper: Whether every number above max(counts) is allowed, too.
+    """
     return stages in counts or (deeper and stages > max(counts))
 
 
 def distinct_families(families: Iterable[Family]) -> list[Family]:
-    """The families without those that differ from an earlier one by the order of the devices alone."""
+    """Remove families that differ from an earlier one only in the order of the devices."""
     first = dict[object, Family]()
     for family in families:
         first.setdefault((family.config, family.replicas), family)
@@ -59,8 +77,11 @@ def distinct_families(families: Iterable[Family]) -> list[Family]:
 
 
 def quick_bound(space: Space, family: Family) -> float:
-    """A bound that needs no tables of stages: the work shared by all devices, and the launches by as many
-    hosts as there can be."""
+    """Return a lower bound in seconds that needs no stage tables.
+
+    It is the maximum of the work shared by all devices and of the launches shared by as many hosts as
+    possible.
+    """
     config, devices = family.config, len(family.placement.ranks)
     launches = space.least_launch_seconds(
         config.micro_batch_size, bounded_counts(family), devices, recompute=config.recompute == "always"
@@ -69,9 +90,14 @@ def quick_bound(space: Space, family: Family) -> float:
 
 
 def shared_work(space: Space, family: Family) -> float:
-    """A bound on the work of the stage that has most: all work, as cheap as any number of replicas that is
-    allowed makes each layer, shared over all devices by their speed. A replica of a stage does its share of
-    the work in no more than a step, so that a device of half the speed does half of it at the most."""
+    """Return a lower bound in seconds on the busiest stage of a step.
+
+    Let w_l be the least device seconds of layer l over the allowed numbers of replicas, M the micro-batches,
+    and D the devices in units of the fastest one. All devices finish M sum_l w_l within T seconds, and a
+    device of half the speed does at most half of the work, so
+
+        T >= M sum_l w_l / D
+    """
     config, devices = family.config, _fast_devices(space, family)
     counts, recompute = bounded_counts(family), config.recompute == "always"
     share = 1 / config.micro_batches
@@ -83,19 +109,22 @@ def shared_work(space: Space, family: Family) -> float:
 
 
 def _fast_devices(space: Space, family: Family) -> float:
-    """How many of the fastest kind the devices are worth at the most."""
+    """Return the number of devices in units of the fastest kind."""
     topology, ranks = space.topology, family.placement.ranks
     if len(topology.kinds) == 1 or any(kind.profile is not None for kind in topology.kinds):
         return float(len(ranks))
     fastest = max(kind.speed for kind in topology.kinds)
-    if len(ranks) == topology.gpus:  # all of them, in some order
+    if len(ranks) == topology.gpus:  # all devices, in some order
         return sum(device.speed * number for device, number in topology.groups) / fastest
     return sum(kind.speed * count for kind, count in topology.count_kinds(ranks).items()) / fastest
 
 
 def bounded_counts(family: Family) -> list[int]:
-    """The numbers of replicas that a bound holds for: of those with the same share the fewest, which do the
-    same with less."""
+    """Return the numbers of replicas for which a bound must hold.
+
+    Of several numbers with the same share of a micro-batch, ceil(size / count), the fewest stand for all:
+    they do the same with fewer devices.
+    """
     devices, size = len(family.placement.ranks), family.config.micro_batch_size
     if not family.any_count:
         return [count for count in family.replicas if count <= devices]

@@ -1,21 +1,24 @@
-"""The first link of a pipeline and the first stage's all-reduce, bounded together, on any devices.
+"""Joint bound on the first link of a pipeline and the first stage's all-reduce, on any devices.
 
-The least transfer needs senders and receivers on one node, the least all-reduce needs all replicas of a stage
-there. No device is in two places, so a plan cannot have both. A *node* is a group of N devices of the
-innermost level. The first stage has r replicas, the second s. Let k be a node with the most of the first, a.
+The least transfer needs senders and receivers on one node, and the least all-reduce needs all replicas of a
+stage there. No device is in two places, so a plan cannot have both. A *node* is a group of N devices of the
+innermost level. The first stage has r replicas, the second s. Let k be a node with the most replicas of the
+first stage, a of them.
 
-- No node holds more than a of the first stage, which `least_all_reduce_seconds(per_node=a)` bounds.
-- Node k holds at most N - a of the second. Its senders have a / r of a micro-batch of B bytes, of which its
-  receivers take at most (N - a) / s. The rest leaves k by the senders' ports of the outer levels, which send
-  at most p bytes per second: the sum over levels of min(a, ports of a node) bandwidths. So a transfer takes
+- No node holds more than a replicas of the first stage. `least_all_reduce_seconds(per_node=a)` bounds its
+  all-reduce.
+- Node k holds at most N - a replicas of the second stage. Its senders have a / r of a micro-batch of B bytes,
+  of which its receivers take at most (N - a) / s. The rest leaves k by the senders' ports of the outer
+  levels, which send at most p bytes per second: the sum over levels of min(a, ports of a node) bandwidths. So
+  a transfer takes
 
       (a / r - (N - a) / s) B / p    seconds or more
 
-  and the latency of an outer level. The gradients go the same way back.
+  plus the latency of an outer level. The gradients go the same way back.
 
-Every plan has some a, from r / nodes to min(N, r). So the least over a of both together holds for every plan.
-B is at least min(r, s) shares of c bytes, those of the stage with fewer replicas. With x = s / r and
-q = (N - a) / a, a transfer takes no less than c min(1 - q / x, x - q) a / p, which grows with x.
+Every plan has some a with r / nodes <= a <= min(N, r), so the least joint cost over a holds for every plan. B
+is at least min(r, s) shares of c bytes, those of the stage with fewer replicas. With x = s / r and q = (N -
+a) / a, a transfer takes no less than c min(1 - q / x, x - q) a / p, which grows with x.
 """
 
 from __future__ import annotations
@@ -32,8 +35,13 @@ from .stage_figures import Choice
 
 
 class NodeShare(NamedTuple):
-    """Most replicas of the first stage in a node, `pace` in seconds for each byte of a share that leaves the
-    node, and the least latency outside."""
+    """A number of replicas of the first stage in one node, and the cost of transfers that leave the node.
+
+    Attributes:
+        replicas: Most replicas of the first stage in the node.
+        pace: Seconds per byte of a share that leaves the node.
+        latency: Least latency in seconds of a link between nodes.
+    """
 
     replicas: int
     pace: float
@@ -42,7 +50,7 @@ class NodeShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FirstLink:
-    """Least seconds of the first link and of the first stage's all-reduce, by choices of two stages."""
+    """Least extra seconds of the first link and the first all-reduce, by choices of both stages."""
 
     topology: Topology
     choices: Sequence[Choice]
@@ -50,12 +58,12 @@ class FirstLink:
 
     @property
     def node(self) -> int:
-        """Devices of a node; all where no link leaves it."""
+        """Devices of a node; all devices if no link leaves it."""
         levels = self.topology.levels_in_use
         return levels[0].size or 1 if len(levels) > 1 else self.topology.gpus
 
     def shares(self) -> Iterator[NodeShare]:
-        """Numbers of replicas that a node may hold."""
+        """Yield the numbers of replicas that a node may hold, with the cost of leaving it."""
         inner, outer = self.node, self.topology.levels_in_use[1:]
         latency = min(level.link.latency_seconds for level in outer)
         for replicas in range(1, inner + 1):
@@ -68,7 +76,7 @@ class FirstLink:
     def extra_seconds(
         self, place: int, first: int, second: Indices, link_seconds: float, transfers: int
     ) -> Floats:
-        """Seconds by which link and all-reduce exceed their separate bounds.
+        """Return the seconds by which link and all-reduce exceed the sum of their separate bounds.
 
         Args:
             place: Cut point where the first stage ends.
@@ -78,7 +86,7 @@ class FirstLink:
             transfers: Number of transfers that a step waits for.
 
         Returns:
-            (n,).
+            (n,) seconds.
         """
         counts, node = self.choices[first].counts, self.node
         ratio = np.array([self.choices[at].counts.fewest for at in second]) / counts.most
@@ -96,7 +104,7 @@ class FirstLink:
         return least
 
     def exposed(self, choice: int, place: int, per_node: int) -> float:
-        """Least exposed all-reduce of a first stage with at most `per_node` replicas in a node."""
+        """Return the least exposed all-reduce seconds of a stage with at most `per_node` replicas a node."""
         key = choice, per_node
         if key not in self._exposed:
             self._exposed[key] = self.choices[choice].exposed_allreduce(per_node)[0]

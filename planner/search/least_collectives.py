@@ -1,8 +1,8 @@
-"""What an all-reduce takes at the least, whichever devices take part: for all choices of r devices at once.
+"""Least seconds of an all-reduce over any r devices of a topology.
 
-A level must be used, or one further out, where r devices are more than one of its members holds; and each of
-the algorithms of `cost_models.collectives` is taken with the fewest steps and the smallest share of the bytes
-that r devices leave it.
+r devices must use a level, or one further out, if they are more than one of its members holds. Each algorithm
+of `cost_models.collectives` is counted with the fewest steps and the smallest share of the bytes that r
+devices leave it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ...cost_models.topology import Link, Topology
 from ..stage_table import Floats
 
 MOST_SHAPES = 4_096
-"""Ways to spread devices over the inner levels that are looked at one by one."""
+"""Most ways to spread devices over the inner levels that are enumerated."""
 
 
 def all_reduce_pace(topology: Topology, replicas: int) -> float:
-    """Seconds that each byte of gradients takes at the least, whichever devices add them up.
+    """Return the least seconds per byte of an all-reduce between any `replicas` devices.
 
-    A replica sends 2 (r - 1) / r of its bytes, over the fastest link at best. A member of a level holds c
-    devices at most, so that for r > c some send between members: by any algorithm of `collectives` the
-    devices behind a port of a member send 2 (1 - c / r) of a share d / c, for d devices a port.
+    A replica sends 2 (r - 1) / r of its bytes, at best over the fastest link. A member of a level holds at
+    most c devices, so for r > c some replicas send between members: with any algorithm of `collectives`, the
+    devices that share a port (d of them) send 2 (1 - c / r) of a share d / c.
     """
     if replicas == 1:
         return 0.0
@@ -37,19 +37,28 @@ def all_reduce_pace(topology: Topology, replicas: int) -> float:
         inner *= level.size or 1
         outer = levels[index + 1 :]
         if replicas > inner:
-            behind = min(own.devices_per_port for own in outer) / inner
-            fastest = max(own.link.bandwidth_bytes_per_second for own in outer)
-            paces.append(2 * (1 - inner / replicas) * behind / fastest)
+            port_share = min(further.devices_per_port for further in outer) / inner
+            fastest = max(further.link.bandwidth_bytes_per_second for further in outer)
+            paces.append(2 * (1 - inner / replicas) * port_share / fastest)
     return max(paces)
 
 
 def least_all_reduce_seconds(
     topology: Topology, replicas: int, bytes: Floats, per_node: int | None = None
 ) -> Floats:
-    """No more than `all_reduce_seconds(topology, devices, bytes)` for any `replicas` devices or more.
+    """Return seconds that no `all_reduce_seconds` of `replicas` or more devices undercuts.
 
-    It grows with `replicas`, and does not with `per_node`. Half of it is no more than the best reduce-scatter
-    or all-gather.
+    It grows with `replicas` and does not grow with `per_node`. Half of it is no more than the best
+    reduce-scatter or all-gather takes.
+
+    Args:
+        topology: Devices and links.
+        replicas: Least number of devices that take part.
+        bytes: Bytes per device, of any shape.
+        per_node: Most devices that take part in one node. None for no limit.
+
+    Returns:
+        Seconds, of the shape of `bytes`.
     """
     if replicas == 1:
         return np.zeros_like(bytes)
@@ -69,8 +78,10 @@ def least_all_reduce_seconds(
 
 
 def fastest_transfer(topology: Topology) -> tuple[float, float]:
-    """Bytes a second and latency that no replica's transfer to another stage beats: over a port of each level
-    at once, as to receivers on its own node and on others."""
+    """Return the bytes per second and the latency that no transfer of a replica to another stage beats.
+
+    The replica sends over a port of each level at once, as to receivers on its own node and on others.
+    """
     links = [level.link for level in topology.levels_in_use]
     return sum(link.bandwidth_bytes_per_second for link in links), min(link.latency_seconds for link in links)
 
@@ -78,16 +89,17 @@ def fastest_transfer(topology: Topology) -> tuple[float, float]:
 def _least_pass(
     topology: Topology, replicas: int, bytes: Floats, share: float, steps: int, member_devices: Sequence[int]
 ) -> Floats:
-    """`steps` latencies and a `share` of the bytes at the pace of the slowest level that must be used.
+    """Return the seconds of one pass over the slowest level that must be used.
 
-    `member_devices`: by level, the most of the devices that a member has.
+    A pass takes `steps` latencies and sends a `share` of the bytes. `member_devices` says, by level, how many
+    devices a member holds at most.
     """
     links = [level.link for level in topology.levels_in_use]
     sent, latencies = share * bytes, steps * (bytes > 0)
 
     def seconds(link: Link) -> Floats:
-        own: Floats = sent / link.bandwidth_bytes_per_second + latencies * link.latency_seconds
-        return own
+        seconds_of_link: Floats = sent / link.bandwidth_bytes_per_second + latencies * link.latency_seconds
+        return seconds_of_link
 
     must = [index for index, devices in enumerate(member_devices) if replicas > devices]
     least: Floats = reduce(
@@ -100,9 +112,11 @@ def _least_pass(
 def _hierarchical(
     topology: Topology, replicas: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[float, float], ...]:
-    """Seconds of each byte and latencies of a ring in every group at once, level by level, for each way to
-    spread the devices over the inner levels; those that no other is below in both. `sizes`: by inner level,
-    the most members of a group that take part."""
+    """Return seconds per byte and latency of rings level by level, for each spread of the devices.
+
+    A ring runs in every group at once. A spread says how many members of each inner level take part, at most
+    `sizes`. Pairs that another pair undercuts in both figures are left out.
+    """
     if prod(sizes) > MOST_SHAPES:
         return ((all_reduce_pace(topology, replicas), 0.0),)
     lines = sorted(_line(topology, replicas, shape) for shape in product(*(range(1, n + 1) for n in sizes)))
@@ -111,22 +125,25 @@ def _hierarchical(
 
 
 def _line(topology: Topology, replicas: int, shape: tuple[int, ...]) -> tuple[float, float]:
-    """`shape`: by inner level, members of a group that take part. As many groups of the outermost level as
-    that takes: a fraction of one counts as it is, so that more devices never take less."""
+    """Return seconds per byte and latency of a hierarchical ring.
+
+    A fraction of a group of the outermost level is counted as a fraction, so that more devices never take
+    less. `shape` says, by inner level, how many members of a group take part.
+    """
     members = (*shape, max(1.0, replicas / prod(shape)))
     pace = latency = 0.0
-    behind, remainder = 1, 1.0
+    devices_inside, remainder = 1, 1.0
     for level, count, devices in zip(
         topology.levels_in_use, members, _devices_of_members(topology), strict=True
     ):
         link, ports = level.link, devices // level.devices_per_port
-        at_once = ceil(behind / ports)
+        at_once = ceil(devices_inside / ports)
         pace += 2 * at_once * remainder * (count - 1) / count / link.bandwidth_bytes_per_second
         latency += 2 * (count - 1) * link.latency_seconds
-        behind, remainder = behind * int(count), remainder / count
+        devices_inside, remainder = devices_inside * int(count), remainder / count
     return pace, latency
 
 
 def _devices_of_members(topology: Topology) -> Iterator[int]:
-    """By level."""
+    """Return the devices of one member by level."""
     return accumulate((level.size or 1 for level in topology.levels_in_use[:-1]), mul, initial=1)

@@ -1,5 +1,4 @@
-"""What of the exchange of gradients between replicas follows a stage's last backward, at the least, whichever
-devices they are."""
+"""Lower bounds on the gradient exchange that follows the last backward of a stage, on any devices."""
 
 from __future__ import annotations
 
@@ -20,8 +19,19 @@ def exposed_exchange(
     slowest_backward: Floats,
     per_node: int | None = None,
 ) -> Floats:
-    """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`
-    (layers,): of a replica, at the most. `per_node`: as of `least_all_reduce_seconds`."""
+    """Return the least seconds of exchange after the last backward of `replicas` or more replicas.
+
+    Args:
+        space: Topology, gradient buckets and ZeRO stage.
+        replicas: Number of replicas of a stage.
+        table: Costs of all stages.
+        slowest_backward: (layers,) most backward seconds of a replica. A longer backward hides more of the
+            exchange.
+        per_node: See `least_all_reduce_seconds`.
+
+    Returns:
+        (cut points, cut points) seconds.
+    """
     trainable = table.reduced_bytes(space.zero)
     if replicas == 1:
         return np.zeros_like(trainable)
@@ -34,24 +44,30 @@ def exposed_exchange(
 
 @dataclass(frozen=True, eq=False)
 class LeastExchanges:
-    """`exposed_exchange` between all cut points, each worked out once.
-
-    The seconds are of any devices: bounds on plans are made of them.
-    """
+    """Cache of `exposed_exchange` between all cut points, on any devices."""
 
     space: Space
     _seconds: dict[tuple[int, float, bool], Floats] = field(default_factory=dict)
 
     def after(self, replicas: int, batch: float, *, hides: bool = True) -> Floats:
-        """(cut points, cut points): seconds, of so many replicas with so many samples each. Where they wait
-        for the backwards of other devices, nothing `hides` any of it."""
+        """Return the seconds of the exchange after the last backward, from which bounds on plans are built.
+
+        Args:
+            replicas: Number of replicas of each stage.
+            batch: Samples per replica.
+            hides: Whether backwards hide a part of the exchange. They do not if replicas wait for backwards
+                of other devices.
+
+        Returns:
+            (cut points, cut points) seconds.
+        """
         key = (replicas, batch, hides)
         if key not in self._seconds:
             space, table = self.space, self.space.table(batch)
-            each = [
-                space.on(kind, batch, lambda own: own.backward_seconds)  # type: ignore[arg-type]
+            by_kind = [
+                space.on(kind, batch, lambda costs: costs.backward_seconds)  # type: ignore[arg-type]
                 for kind in space.topology.kinds
             ]
-            longest = np.maximum.reduce(each) if hides else 0.0 * each[0]
+            longest = np.maximum.reduce(by_kind) if hides else 0.0 * by_kind[0]
             self._seconds[key] = exposed_exchange(space, replicas, table, longest)
         return self._seconds[key]

@@ -1,4 +1,4 @@
-"""1F1B and GPipe pipelines side by side, with bounds on their steps."""
+"""1F1B and GPipe pipelines of one configuration as arrays, with bounds on their steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
     "1f1b": whole_bound_1f1b,
     "gpipe": whole_bound_gpipe,
 }
-"""Bounds on whole plans, by schedule."""
+"""Bounds on whole plans by schedule."""
 
 
 def group_alike(proposals: Iterable[Proposal]) -> list[list[Proposal]]:
-    """Group proposals of one configuration with as many parts, in the order of the first of each."""
+    """Group proposals by configuration and number of stages, in the order of their first appearance."""
     groups = defaultdict[tuple[PipelineConfig, int], list[Proposal]](list)
     for proposal in proposals:
         groups[proposal.config, len(proposal.ends)].append(proposal)
@@ -32,8 +32,13 @@ def group_alike(proposals: Iterable[Proposal]) -> list[list[Proposal]]:
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Pipelines of 1F1B or GPipe side by side, of one configuration with as many stages; by row, the proposal
-    and what each stage recomputes, and a bound on the step."""
+    """1F1B or GPipe pipelines of one configuration with equal numbers of stages.
+
+    Attributes:
+        pipelines: Costs of the pipelines, one row each.
+        rows: By row, the proposal and the recomputation of each stage.
+        bounds: By row, a bound in seconds on the step.
+    """
 
     pipelines: Pipelines
     rows: list[tuple[Proposal, tuple[Recompute, ...]]]
@@ -41,7 +46,13 @@ class LinearGroup:
 
 
 def linear_group(space: Space, proposals: Iterable[Proposal]) -> LinearGroup | None:
-    """Build those of the proposals that fit, as far as the time goes, one at least; None where none does."""
+    """Build the pipelines of all proposals that fit in memory.
+
+    If the time runs out, the rest of the proposals is skipped, but at least one is built.
+
+    Returns:
+        The pipelines; None if no proposal fits.
+    """
     rows = list[tuple[Proposal, tuple[Recompute, ...]]]()
     for proposal in proposals:
         if rows and space.budget.over:

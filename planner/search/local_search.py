@@ -1,8 +1,8 @@
-"""Steps from good plans to better ones near them.
+"""Local search: steps from good plans to better neighbours.
 
-A step moves a cut, moves devices to a busy stage, joins two stages, parts one, or takes fewer or more
-micro-batches; of the plans that one step makes, the fastest is the next. Problems that are too large for
-branch and bound get their plans from here.
+A step moves a cut, moves devices to a busy stage, joins two stages, splits one, or changes the number of
+micro-batches. The fastest neighbour is the next plan. Problems that are too large for branch and bound get
+their plans from here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .near_plans import Incumbent
 from .space import Space, with_cuts
 
 STARTS = 4
-"""Plans that steps begin from: the fastest of each number of stages and of micro-batches."""
+"""Plans from which the steps begin: the fastest of each number of stages and configuration."""
 MOST_SIMULATED = 48
-"""Plans near one plan that are simulated, those with the lowest bounds."""
+"""Most neighbours of a plan that are simulated, those with the lowest bounds."""
 BUSY = 3
-"""Stages that are given devices: those that compute longest."""
+"""Number of stages that are given devices: those that compute longest."""
 NEAR_CUTS = 3
-"""Allowed cuts on each side of a cut to which it moves one by one; beyond, in steps that double."""
+"""Allowed cuts on each side to which a cut moves one by one. Further moves double in length."""
 PROPOSAL_WORK = 1e5
-"""Work to build a plan, see `SearchBudget`, for each of its stages."""
+"""Counted work to build a plan, per stage."""
 
 
 def improve_plans(incumbent: Incumbent, budget: SearchBudget) -> None:
-    """Take steps from the fastest plans that were scored, as far as the budget goes."""
+    """Improve the fastest plans that were scored, as far as the budget allows."""
     starts = dict[tuple[int, PipelineConfig], ScoredPlan]()
     for plan in sorted(incumbent.scored, key=lambda plan: plan.step_seconds):
         starts.setdefault((len(plan.proposal.ends), plan.config), plan)
@@ -46,7 +46,7 @@ def improve_plans(incumbent: Incumbent, budget: SearchBudget) -> None:
 
 
 class _Steps:
-    """The steps of one search."""
+    """Local search of one problem."""
 
     def __init__(self, incumbent: Incumbent, budget: SearchBudget) -> None:
         self.incumbent, self.budget = incumbent, budget
@@ -58,7 +58,7 @@ class _Steps:
         self._cuts = np.flatnonzero(self.space.chain.cut_after[:-1]) + 1
 
     def descend(self, plan: ScoredPlan) -> None:
-        """Take the fastest step again and again, until none is faster."""
+        """Take the fastest step repeatedly, until no neighbour is faster."""
         while not self.budget.spent:
             faster = self._faster(plan)
             if faster is None:
@@ -67,9 +67,9 @@ class _Steps:
             self.incumbent.take(plan)
 
     def _faster(self, plan: ScoredPlan) -> ScoredPlan | None:
-        """The fastest plan a step away, where it is faster."""
+        """Return the fastest neighbour if it is faster than the plan."""
         proposals = list(dict.fromkeys(self._near(plan)))
-        self.budget.spend(PROPOSAL_WORK * sum(len(one.ends) for one in proposals))
+        self.budget.spend(PROPOSAL_WORK * sum(len(proposal.ends) for proposal in proposals))
         space = self._space(proposals)
         groups = [group for alike in group_alike(proposals) if (group := linear_group(space, alike))]
         limit, best = plan.step_seconds * (1 - TIE), None
@@ -91,7 +91,7 @@ class _Steps:
         return best
 
     def _space(self, proposals: Iterable[Proposal]) -> Space:
-        """The space; of a long chain with no other cuts than those of the proposals."""
+        """Return the space; for a long chain, with only the cuts of the proposals."""
         if not self.space.is_long:
             return self.space
         cut_after = np.zeros(len(self.space.chain), dtype=np.bool_)
@@ -100,7 +100,7 @@ class _Steps:
         return with_cuts(self.space, cut_after)
 
     def _near(self, plan: ScoredPlan) -> Iterator[Proposal]:
-        """The allowed plans a step away."""
+        """Yield the allowed neighbours of a plan."""
         shape = plan.proposal.ends, plan.proposal.replicas
         for family in self.families[plan.config]:
             for ends, replicas in self._shapes(plan, family):
@@ -113,7 +113,7 @@ class _Steps:
                     yield from self._placed(family, *shape)
 
     def _placed(self, family: Family, ends: Sequence[int], replicas: Sequence[int]) -> Iterator[Proposal]:
-        """The plan on consecutive devices in the order of a family, where it is allowed."""
+        """Yield the plan on consecutive devices in the order of a family, if it is allowed."""
         ranks, config = family.placement.ranks, family.config
         replicas = [min(count, config.micro_batch_size) for count in replicas]
         usable = family.any_count or set(replicas) <= set(family.replicas)
@@ -129,7 +129,7 @@ class _Steps:
         yield Proposal(config, tuple(ends), tuple(tuple(ranks[first:end]) for first, end in bounds))
 
     def _shapes(self, plan: ScoredPlan, family: Family) -> Iterator[Shape]:
-        """Ends and replicas a step away, of any number of devices."""
+        """Yield ends and replicas of neighbours. They may need more devices than there are."""
         ends, replicas = plan.proposal.ends, plan.proposal.replicas
         devices, cuts, stages = len(family.placement.ranks), self._cuts, range(len(ends))
         at = np.searchsorted(cuts, ends[:-1]).tolist()
@@ -151,13 +151,13 @@ class _Steps:
                     yield ends, more
                 for giver in stages:
                     left = replicas[giver] - (count - replicas[taker] - free)
-                    fewer = max((own for own in usable if own <= left), default=0)
+                    fewer = max((number for number in usable if number <= left), default=0)
                     if giver != taker and 0 < fewer < replicas[giver]:
                         yield ends, (*more[:giver], fewer, *more[giver + 1 :])
             yield from self._parted(plan, taker, free)
 
     def _parted(self, plan: ScoredPlan, stage: int, free: int) -> Iterator[Shape]:
-        """A stage as two, on its own devices or with free ones."""
+        """Yield shapes that split a stage in two, on its devices or with free ones."""
         ends, replicas = plan.proposal.ends, plan.proposal.replicas
         first, count = (ends[stage - 1] if stage else 0), replicas[stage]
         inner = self._cuts[(self._cuts > first) & (self._cuts < ends[stage])]
@@ -171,14 +171,14 @@ class _Steps:
                 )
 
     def _moves(self, place: int) -> Iterator[int]:
-        """Places of cuts to which a cut moves."""
+        """Yield the cuts to which a cut moves."""
         step = 1
         while step <= max(NEAR_CUTS, len(self._cuts) // 16):
             yield from (moved for moved in (place - step, place + step) if 0 <= moved < len(self._cuts))
             step = step + 1 if step < NEAR_CUTS else 2 * step
 
     def _busiest(self, plan: ScoredPlan) -> list[int]:
-        """The stages that compute longest, on as many devices as they have."""
+        """Return the stages that compute longest with their current replicas."""
         size, work = plan.config.micro_batch_size, []
         for (first, end), mode, count in zip(
             plan.proposal.bounds, plan.recompute, plan.proposal.replicas, strict=True

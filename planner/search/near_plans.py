@@ -1,4 +1,4 @@
-"""Plans near the pipelines that attain the bound: whole replicas, on the devices that there are."""
+"""Feasible plans near the pipelines that attain the bound: whole replicas on the available devices."""
 
 from __future__ import annotations
 
@@ -20,17 +20,27 @@ from .reach_bound import ReachBound
 from .space import Space, divide_batch, narrow_space
 
 FAR = 1.1
-"""Plans with bounds above this many times the best step are not simulated."""
+"""Plans with bounds above this multiple of the best step are not simulated."""
 MOST_STAGES, MOST_TRIED = 512, 60
-"""Stages of a pipeline with equal replicas, and such pipelines that are made, at most."""
+"""Most stages of a pipeline with equal replicas, and most of these pipelines that are built."""
 FOR_EQUAL = 0.4
 """Share of the work and the time for pipelines with equal replicas."""
 SCORING = 2e3
-"""Work for each device of a plan, mostly for the ports that it shares."""
+"""Counted work per device of a plan, mainly for the ports that it shares."""
 
 
 class Incumbent:
-    """The best plan so far of a search. Call it with a pipeline to score plans near it and get `within`."""
+    """Best plan so far of a search. Calling it with a pipeline scores plans near it and returns `within`.
+
+    Args:
+        space: Costs and limits.
+        families: Configurations on orders of the devices.
+        counts: Numbers of stages.
+        budget: Budget of the search.
+        limit: Seconds that a plan must be faster than.
+        deeper: Whether plans with more stages are allowed, too.
+        any_order: Whether stages may take devices out of the placements' orders.
+    """
 
     def __init__(
         self,
@@ -47,22 +57,22 @@ class Incumbent:
         self._limit, self._deeper, self._any_order = limit, deeper, any_order
         self.best: ScoredPlan | None = None
         self.scored = list[ScoredPlan]()
-        """Plans that fit, as they were found."""
+        """Plans that fit, in the order in which they were simulated."""
         self._proposals = set[Proposal]()
 
     @property
     def step(self) -> float:
-        """Seconds of the best plan; the limit where there is none."""
+        """Seconds of the best plan; the limit if there is none."""
         return self._limit if self.best is None else self.best.step_seconds
 
     def take(self, plan: ScoredPlan | None) -> None:
-        """Keep the plan where it is faster."""
+        """Keep the plan if it is faster than the best one."""
         if plan is not None and plan.step_seconds < self.step:
             self.best = plan
             tell_best(plan)
 
     def __call__(self, family: Family, pipeline: Sequence[RoughStage]) -> float:
-        """Score plans near a pipeline of a family; return `within`."""
+        """Score plans near a pipeline of a family and return `within`."""
         for proposal in round_pipeline(
             self.space, family, pipeline, self.families, any_order=self._any_order
         ):
@@ -78,11 +88,11 @@ class Incumbent:
         return self.step * (1 + 2 * TIE)
 
     def allows(self, stages: int) -> bool:
-        """Return whether plans may have so many stages."""
+        """Return whether plans may have this number of stages."""
         return may_have(stages, self.counts, deeper=self._deeper)
 
     def score(self, proposal: Proposal) -> None:
-        """Simulate a plan, where it fits."""
+        """Simulate a plan if it is allowed and fits."""
         stages = len(proposal.ends)
         if not self.allows(stages) or not self.space.limits.allow(proposal.bounds):
             return
@@ -91,7 +101,7 @@ class Incumbent:
         group = linear_group(narrow, [proposal])
         if group is None or group.bounds[0] >= self.step * FAR:
             return
-        # Shared ports only make a step longer, and take long to find where devices are many.
+        # Shared ports only make a step longer, and are expensive to find for many devices.
         step = float(group.pipelines.without_sharing().step_seconds()[0])
         self.budget.simulate(1, 2 * stages * proposal.config.micro_batches)
         if step < self.step:
@@ -102,9 +112,11 @@ class Incumbent:
 
 
 def score_equal(incumbent: Incumbent) -> None:
-    """Score the shortest pipelines whose stages have equal replicas, of each family and number of replicas;
-    those with the shortest estimates first. Of several kinds of devices, the stages take the fastest last,
-    the fastest first, or any."""
+    """Score the shortest pipelines whose stages have equal replicas, for each family and number of replicas.
+
+    Those with the shortest estimates come first. With several kinds of devices, stages take the fastest last,
+    the fastest first, or any.
+    """
     budget = incumbent.budget.part(FOR_EQUAL * incumbent.budget.remaining, share=FOR_EQUAL)
     space, trials = incumbent.space.within(budget), list[tuple[float, int, Family]]()
     for family in distinct_families(incumbent.families):
@@ -121,9 +133,9 @@ def score_equal(incumbent: Incumbent) -> None:
             return
         reach = ReachBound(space, family)
         low, (count,) = quick_bound(space, family), family.replicas
-        each = [[kind] * int(devices // count) for kind, devices in enumerate(reach.devices)]
-        fastest_last = list(chain.from_iterable(each[place] for place in np.argsort(-reach.speed)))
-        orders = [fastest_last, fastest_last[::-1], []] if len(each) > 1 else [[]]
+        devices_by_kind = [[kind] * int(devices // count) for kind, devices in enumerate(reach.devices)]
+        fastest_last = list(chain.from_iterable(devices_by_kind[place] for place in np.argsort(-reach.speed)))
+        orders = [fastest_last, fastest_last[::-1], []] if len(devices_by_kind) > 1 else [[]]
         for kinds in orders:
             high = min(incumbent.within, 8 * estimate)
             pipeline = reach.shortest_pipeline(low, high, incumbent.allows, kinds)
@@ -133,7 +145,7 @@ def score_equal(incumbent: Incumbent) -> None:
 
 @dataclass
 class _Stage:
-    """A stage on devices of a kind: `work`, seconds of a micro-batch on one device."""
+    """A stage on devices of one kind; `work` is the seconds of a micro-batch on one device."""
 
     end: int
     kind: int
@@ -149,9 +161,18 @@ def round_pipeline(
     *,
     any_order: bool,
 ) -> Iterator[Proposal]:
-    """The pipeline with its replicas changed until there are devices enough, and none is left that helps, on
-    consecutive devices of each order; with `any_order` also on the kinds that its stages have, and on whole
-    nodes."""
+    """Yield feasible plans near a pipeline.
+
+    Replicas are removed until there are enough devices, and added while that helps. Stages take consecutive
+    devices of each order.
+
+    Args:
+        space: Costs and limits.
+        family: Family of the pipeline.
+        pipeline: Stages on kinds of devices.
+        families: All families, whose orders of the devices are tried.
+        any_order: Whether to try the kinds of devices that the stages have, and replicas in whole nodes.
+    """
     stages, ranks = [_Stage(*stage) for stage in pipeline], family.placement.ranks
     ends = [stage.end for stage in stages]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
@@ -162,18 +183,22 @@ def round_pipeline(
             return
     if family.on_all and sum(stage.replicas for stage in stages) < len(ranks):
         return
-    orders = list(dict.fromkeys(one.placement for one in families if one.config == family.config))
+    orders = list(
+        dict.fromkeys(candidate.placement for candidate in families if candidate.config == family.config)
+    )
     whole_nodes = _whole_nodes(stages, space.topology.gpus_per_node, list(kinds.values()))
     for rounded in [stages, whole_nodes] if any_order and family.any_count else [stages]:
         for order in orders:
-            each = _assignments(space, order, tuple(kinds), rounded, any_order=any_order)
-            for placed in dict.fromkeys(each):
+            assignments = _assignments(space, order, tuple(kinds), rounded, any_order=any_order)
+            for placed in dict.fromkeys(assignments):
                 yield Proposal(family.config, tuple(ends), placed)
 
 
 def _whole_nodes(stages: Sequence[_Stage], node: int, devices: Sequence[int]) -> list[_Stage]:
-    """The stages with as many replicas as whole nodes hold, where they have more than one node: collectives
-    between parts of nodes take longer. No kind has more than its number of devices."""
+    """Return the stages with replicas rounded to whole nodes if they have more than one node.
+
+    Collectives between parts of nodes take longer. No kind gets more than its number of devices.
+    """
     spare = list(devices)
     for stage in stages:
         spare[stage.kind] -= stage.replicas
@@ -187,17 +212,17 @@ def _whole_nodes(stages: Sequence[_Stage], node: int, devices: Sequence[int]) ->
 
 
 def _fit_replicas(stages: Sequence[_Stage], counts: Sequence[int], devices: int) -> bool:
-    """Change the replicas of the stages on a kind of device; return whether there are devices enough."""
+    """Change the replicas of the stages on one kind of device; return whether the devices suffice."""
     spare = devices - sum(stage.replicas for stage in stages)
-    fewer = {count: max((one for one in counts if one < count), default=0) for count in counts}
+    fewer = {count: max((number for number in counts if number < count), default=0) for count in counts}
     while spare < 0:
         shrinkable = [stage for stage in stages if fewer.get(stage.replicas)]
         if not shrinkable:
             return False
-        stage = min(shrinkable, key=lambda one: one.work / fewer[one.replicas])
+        stage = min(shrinkable, key=lambda number: number.work / fewer[number.replicas])
         spare, stage.replicas = spare + stage.replicas - fewer[stage.replicas], fewer[stage.replicas]
     while stages:
-        stage = max(stages, key=lambda one: one.work / one.replicas)
+        stage = max(stages, key=lambda number: number.work / number.replicas)
         more = next((count for count in counts if count > stage.replicas), inf)
         if more - stage.replicas > spare:
             break
@@ -206,7 +231,7 @@ def _fit_replicas(stages: Sequence[_Stage], counts: Sequence[int], devices: int)
 
 
 def _usable_counts(space: Space, family: Family) -> Iterator[int]:
-    """Numbers of replicas that may be; of those with the same share of a micro-batch the fewest."""
+    """Yield the allowed numbers of replicas; of those with the same share of a micro-batch the fewest."""
     size, last_size = family.config.micro_batch_size, -1
     for count in bounded_counts(family):
         if count <= size and divide_batch(size, count) != last_size and space.fits_someone(size, count):
@@ -217,8 +242,10 @@ def _usable_counts(space: Space, family: Family) -> Iterator[int]:
 def _assignments(
     space: Space, order: Placement, kinds: Sequence[Device], stages: Sequence[_Stage], *, any_order: bool
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The devices of the stages: the next ones in an order; with `any_order`, unless a runtime numbers them,
-    also the next of the kind of each stage."""
+    """Yield the devices of the stages: the next ones in an order.
+
+    With `any_order`, and unless a runtime fixes the ranks, also the next ones of each stage's kind.
+    """
     ends = accumulate((stage.replicas for stage in stages), initial=0)
     yield tuple(order.ranks[first:end] for first, end in pairwise(ends))
     if any_order and space.runtime is None and len(kinds) > 1:

@@ -1,4 +1,4 @@
-"""Unfinished plans, as arrays: what was chosen so far, and what a further stage adds."""
+"""Unfinished plans as arrays, and their expansions by one stage."""
 
 from __future__ import annotations
 
@@ -12,15 +12,28 @@ from ..stage_table import Floats, Indices
 from .stage_choices import GroupChoices, StageChoices
 
 BoundState = dict[str, Floats]
-"""What a bound knows of unfinished plans, by name: one entry a plan."""
+"""Intermediate sums of a bound by name, one entry per unfinished plan."""
 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """One further stage of unfinished plans: by entry, of plan `parent`, pair `pair` of a group, on the
-    devices `key`, up to `end_position`. It is the `remaining`-th stage from the end. Seconds as of
-    `Pipelines`; `cut`: of the transfer from the stage before; `least_cut`, `least_occupancy`: the least that
-    the one to the next can take."""
+    """One further stage of unfinished plans, one entry per (plan, stage) pair.
+
+    Entry k extends plan `parent[k]` by pair `pair[k]` of the group, on the devices `key[k]`, up to
+    `end_position[k]`. Seconds are those of `Pipelines`.
+
+    Attributes:
+        choices: All allowed stages.
+        group: Stages of one replica group.
+        group_index: Index of the group in `choices.groups`.
+        remaining: Position of the stage counted from the end of the pipeline (1 is the last).
+        parent: Rows of the unfinished plans.
+        key: Keys of the devices that the stage takes.
+        end_position: Positions (or states of devices) after the stage.
+        pair: Rows of `group.start` and `group.end`.
+        occupancy: Seconds for which the transfer from the previous stage takes its link.
+        latency: Latency of that transfer in seconds.
+    """
 
     choices: StageChoices
     group: GroupChoices
@@ -35,44 +48,52 @@ class Expansion:
 
     @cached_property
     def end(self) -> Indices:
-        """Place that the stage ends at."""
+        """Cut point where the stage ends."""
         return self.group.end[self.pair]
 
     @cached_property
     def forward(self) -> Floats:
+        """Forward seconds of a micro-batch."""
         return self.group.forward[self.pair]
 
     @cached_property
     def plain(self) -> Floats:
+        """Backward seconds without recomputation."""
         return self.group.plain[self.pair]
 
     @cached_property
     def accumulation(self) -> Floats:
+        """Seconds that the first backward of a step saves because it adds to no gradients."""
         return self.group.accumulation[self.pair]
 
     @cached_property
     def backward(self) -> Floats:
+        """Backward seconds, recomputation included."""
         return self.group.backward(self.choices.in_flight(self.remaining))[0][self.pair]
 
     @cached_property
-    def again(self) -> Indices:
-        """The cut point up to which it runs forward again; its start, where it does not."""
+    def recompute_end(self) -> Indices:
+        """Cut point up to which the forward is recomputed; the start of the stage if nothing is."""
         return self.group.backward(self.choices.in_flight(self.remaining))[1][self.pair]
 
     @cached_property
     def forward_launch(self) -> Floats:
+        """Host seconds to launch a forward."""
         return self.group.forward_launch[self.pair]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
+        """Seconds of the gradient all-reduce after the last backward."""
         return self.group.exposed_allreduce[self.pair]
 
     @cached_property
     def least_after(self) -> Floats:
+        """Least seconds after the last backward: the all-reduce and the sums of tied weights."""
         return self.group.least_after[self.pair]
 
     @property
     def cut(self) -> Floats:
+        """Seconds of the transfer from the previous stage, latency included."""
         return self.occupancy + self.latency
 
     @cached_property
@@ -81,22 +102,36 @@ class Expansion:
 
     @cached_property
     def least_occupancy(self) -> Floats:
+        """Least seconds for which the transfer to the next stage takes its link."""
         return self._least_pace[1] * self.group.sent[self.pair]
 
     @cached_property
     def least_cut(self) -> Floats:
+        """Least seconds of the transfer to the next stage, latency included."""
         seconds: Floats = self.least_occupancy + self._least_pace[0] * self.group.inner[self.pair]
         return seconds
 
 
 COLUMNS = ("forward", "backward", "plain", "accumulation", "exposed_allreduce", "occupancy", "latency")
+"""Seconds of the chosen stages that a plan stores."""
 
 
 @dataclass(frozen=True, eq=False)
 class PartialPlans:
-    """Unfinished plans of a configuration, side by side: (plans, stages so far) arrays of what was chosen.
+    """Unfinished plans of one configuration: (plans, stages so far) arrays of the chosen stages.
 
-    `occupancy` and `latency` stand beside the stage that a transfer goes to (0 for the first).
+    `columns["occupancy"]` and `columns["latency"]` are indexed by the stage that receives the transfer (0 for
+    the first stage).
+
+    Attributes:
+        place: (plans,) cut points where the last chosen stage ends.
+        position: (plans,) positions in the order of the devices after the last chosen stage.
+        state: Intermediate sums of the bound.
+        ends: Cut points where the stages end.
+        keys: Keys of the stages' devices.
+        groups: Indices of the stages' replica groups.
+        recompute_end: Cut points up to which the stages recompute.
+        columns: Seconds by name, see `COLUMNS`.
     """
 
     place: Indices
@@ -105,15 +140,16 @@ class PartialPlans:
     ends: Indices
     keys: Indices
     groups: Indices
-    again: Indices
+    recompute_end: Indices
     columns: dict[str, Floats] = field(default_factory=dict)
 
     def __len__(self) -> int:
+        """Return the number of plans."""
         return len(self.place)
 
 
 def empty_plans(state: BoundState) -> PartialPlans:
-    """The plan of no stages."""
+    """Return the one plan without stages."""
     none = np.zeros((1, 0), dtype=np.int64)
     return PartialPlans(
         place=np.zeros(1, dtype=np.int64),
@@ -122,17 +158,24 @@ def empty_plans(state: BoundState) -> PartialPlans:
         ends=none,
         keys=none,
         groups=none,
-        again=none,
+        recompute_end=none,
         columns={name: np.zeros((1, 0)) for name in COLUMNS},
     )
 
 
 def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows: Indices) -> PartialPlans:
-    """The plans with the kept entries of a further stage."""
+    """Return the plans extended by the entries `rows` of a further stage.
+
+    Args:
+        plans: Unfinished plans.
+        stage: All expansions of these plans.
+        state: Intermediate sums, by entry of `stage`.
+        rows: Entries to keep.
+    """
     parent = stage.parent[rows]
 
-    def more(history: Indices, own: Indices) -> Indices:
-        longer: Indices = np.concatenate([history[parent], own[rows][:, None]], axis=1)
+    def more(history: Indices, values: Indices) -> Indices:
+        longer: Indices = np.concatenate([history[parent], values[rows][:, None]], axis=1)
         return longer
 
     return PartialPlans(
@@ -142,7 +185,7 @@ def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows:
         ends=more(plans.ends, stage.end),
         keys=more(plans.keys, stage.key),
         groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
-        again=more(plans.again, stage.again),
+        recompute_end=more(plans.recompute_end, stage.recompute_end),
         columns={
             name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[rows][:, None]], axis=1)
             for name in COLUMNS
@@ -151,7 +194,12 @@ def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows:
 
 
 def join_plans(parts: list[PartialPlans], rows: Indices | None = None) -> PartialPlans:
-    """Several in one; of all of them only the chosen."""
+    """Concatenate plans with equal numbers of stages.
+
+    Args:
+        parts: Plans to concatenate.
+        rows: Rows of the result to keep. None for all.
+    """
     pick = slice(None) if rows is None else rows
 
     def concatenate(values: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
@@ -168,7 +216,7 @@ def join_plans(parts: list[PartialPlans], rows: Indices | None = None) -> Partia
         ends=concatenate([part.ends for part in parts]),  # type: ignore[arg-type]
         keys=concatenate([part.keys for part in parts]),  # type: ignore[arg-type]
         groups=concatenate([part.groups for part in parts]),  # type: ignore[arg-type]
-        again=concatenate([part.again for part in parts]),  # type: ignore[arg-type]
+        recompute_end=concatenate([part.recompute_end for part in parts]),  # type: ignore[arg-type]
         columns={
             name: concatenate([part.columns[name] for part in parts])  # type: ignore[misc]
             for name in first.columns

@@ -1,4 +1,4 @@
-"""Whole pipelines with everything their step depends on: many side by side, as arrays."""
+"""Complete pipelines as arrays, with all inputs of their simulated step."""
 
 from __future__ import annotations
 
@@ -34,15 +34,22 @@ from .space import Space
 from .stage_recompute import repeat_end
 
 LAUNCHES = ("forward_launch", "backward_launch", "plain_launch")
+"""Names of the host seconds of a stage."""
 MANY_ACTIONS, MANY_STAGES = 50_000, 12
-"""Steps of more actions are simulated for all stages at once; with fewer stages, those of 8 times as many."""
+"""Longer steps are simulated for all stages at once; with fewer stages, steps of 8 times as many actions."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineRoutes:
-    """Where pipelines run: by pipeline, the devices of each stage; (pipelines, stages) each, the bytes that
-    the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`; by
-    pipeline, the sums of tied weights' gradients."""
+    """Devices of pipelines, and the bytes that their replicas exchange.
+
+    Attributes:
+        ports: Ports that stages share.
+        devices: By pipeline, the ranks of each stage.
+        at_end: (pipelines, stages) bytes exchanged after the last backward, see `replica_exchange`.
+        before: (pipelines, stages) bytes exchanged before its end.
+        tied: By pipeline, the sums of tied weights' gradients.
+    """
 
     ports: TopologyPorts
     devices: Sequence[tuple[Ranks, ...]]
@@ -51,7 +58,7 @@ class PipelineRoutes:
     tied: Sequence[tuple[TiedSum, ...]]
 
     def select(self, rows: npt.NDArray[np.int64]) -> PipelineRoutes:
-        """Of a part of them."""
+        """Return the routes of some pipelines."""
         devices = [self.devices[row] for row in rows]
         tied = [self.tied[row] for row in rows]
         return PipelineRoutes(self.ports, devices, self.at_end[rows], self.before[rows], tied)
@@ -59,14 +66,24 @@ class PipelineRoutes:
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Pipelines of one configuration with as many stages: arrays of shape (pipelines, stages), transfers
-    (pipelines, stages - 1), in seconds.
+    """Pipelines of one configuration with equal numbers of stages.
 
-    `backward` with what is run again; `plain` without (of the last micro-batch under except_last);
-    `accumulation`: what the first backward of several does not take.
-    `exposed_allreduce`: of the all-reduce after the last backward. `forward_launch`, `backward_launch` and
-    `plain_launch` (likewise with and without what is run again): on the `hosts`, as of `Costs`. `routes`: for
-    the ports that stages share; None: there are none.
+    Arrays hold seconds and have shape (pipelines, stages); transfers have (pipelines, stages - 1).
+
+    Attributes:
+        config: Configuration.
+        forward: Forward of a micro-batch.
+        backward: Backward with recomputation.
+        plain: Backward without recomputation (that of the last micro-batch under `except_last`).
+        accumulation: Seconds that the first of several backwards saves.
+        exposed_allreduce: All-reduce after the last backward.
+        occupancy: Seconds for which a transfer takes its link.
+        latency: Latency of a transfer.
+        forward_launch: Host seconds of a forward.
+        backward_launch: Host seconds of a backward with recomputation.
+        plain_launch: Host seconds of a backward without recomputation.
+        hosts: Number of launching processes, see `Costs`.
+        routes: Devices and ports that stages share. None if nothing is shared.
     """
 
     config: PipelineConfig
@@ -84,39 +101,47 @@ class Pipelines:
     routes: PipelineRoutes | None = None
 
     def __len__(self) -> int:
+        """Return the number of pipelines."""
         return len(self.forward)
 
     @property
     def stages(self) -> int:
-        """Of each."""
+        """Number of stages of each pipeline."""
         return int(self.forward.shape[1])
 
     def select(self, rows: npt.NDArray[np.int64]) -> Pipelines:
-        """A part of them."""
+        """Return some of the pipelines."""
         arrays = {name: values[rows] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
         routes = None if self.routes is None else self.routes.select(rows)
         return replace(self, routes=routes, **arrays)  # type: ignore[arg-type] # arrays only
 
     def step_seconds(self, limit: float | None = None) -> Floats:
-        """(pipelines,): simulated. With a `limit`, only the fastest, where it takes less; of the others a
-        bound that is not below it, nor below the limit."""
+        """Return the simulated step seconds of each pipeline.
+
+        Args:
+            limit: If given, only the fastest pipeline needs its exact step, and only if it is below the
+                limit. The others get a bound that is at least the fastest step or the limit.
+
+        Returns:
+            (pipelines,) seconds.
+        """
         if self.routes is None:
             if (ends := self._linear_ends(None)) is not None:
                 return np.asarray((ends + self.exposed_allreduce.T).max(axis=0))
             return step_seconds(self._program, self.costs())
         sharings = self._sharings(self.routes)
-        steps = np.array([own.port_seconds for own in sharings])
+        steps = np.array([alike_steps.port_seconds for alike_steps in sharings])
         patterns: dict[bytes, list[int]] = {}
         for row in range(len(self)) if limit is None else np.flatnonzero(steps < limit).tolist():
             patterns.setdefault(sharings[row].pattern, []).append(row)
         for rows in patterns.values():
-            own = self.select(np.array(rows))._alike([sharings[row] for row in rows], limit)
-            steps[rows] = np.maximum(steps[rows], own)
+            alike_steps = self.select(np.array(rows))._alike([sharings[row] for row in rows], limit)
+            steps[rows] = np.maximum(steps[rows], alike_steps)
             limit = None if limit is None else min(limit, float(steps[rows].min()))
         return steps
 
     def _alike(self, sharings: Sequence[PortSharing], limit: float | None) -> Floats:
-        """`step_seconds` of pipelines whose transfers wait for each other in the same way."""
+        """Return `step_seconds` of pipelines whose transfers wait for each other in the same way."""
         costs = replace(self.costs(), links=sharings[0].links)
         ends = self._linear_ends(sharings[0].links)
         if ends is None:
@@ -124,32 +149,36 @@ class Pipelines:
         tied = () if self.routes is None else self.routes.tied
         if ends is not None:
             return _reductions(ends, self.exposed_allreduce, sharings, tied)
-        # Ports only make steps longer: what is alike without them is a bound.
+        # Shared ports only make steps longer, so the steps without them are bounds.
         steps = self.without_sharing().step_seconds()
         for row in np.argsort(steps, kind="stable").tolist():
             if limit is not None and steps[row] >= limit:
                 break
-            own = sharings[row]
+            sharing = sharings[row]
             single = replace(
-                costs.candidate(row), links=own.links, reduce_loads=own.reduce_loads, tied=tied[row]
+                costs.candidate(row), links=sharing.links, reduce_loads=sharing.reduce_loads, tied=tied[row]
             )
             steps[row] = step_seconds(self._program, single)[0]
             limit = None if limit is None else min(limit, float(steps[row]))
         return steps
 
     def after_tied_sums(self, ends: Floats) -> Floats:
-        """(stages, pipelines): when the stages are done, whose own gradients are ready at `ends`."""
+        """Return (stages, pipelines) end times after the sums of tied weights' gradients.
+
+        Args:
+            ends: (stages, pipelines) times at which the stages' gradients are ready.
+        """
         if self.routes is None or not any(self.routes.tied):
             return ends
         pairs = zip(ends.T, self.routes.tied, strict=True)
-        return np.array([ends_after_sums(own, sums) for own, sums in pairs]).T
+        return np.array([ends_after_sums(stage_ends, sums) for stage_ends, sums in pairs]).T
 
     def without_sharing(self) -> Pipelines:
-        """The same where every transfer and every all-reduce has ports of its own, and no weight is tied."""
+        """Return the same pipelines with unshared ports and no tied weights."""
         return replace(self, routes=None)
 
     def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
-        """What the stages of each share."""
+        """Return the ports that the stages of each pipeline share."""
         count, sharings = self.config.micro_batches, []
         seconds = (routes.at_end.tolist(), routes.before.tolist(), self.occupancy.tolist())
         rows = zip(routes.devices, *seconds, routes.tied, strict=True)
@@ -161,19 +190,19 @@ class Pipelines:
             ]
             exchanged = enumerate(zip(devices, at_end, before, strict=True))
             reduced = [
-                AllReduceBytes(stage, own, last, before=earlier)
-                for stage, (own, last, earlier) in exchanged
-                if len(own) > 1
+                AllReduceBytes(stage, ranks, last, before=earlier)
+                for stage, (ranks, last, earlier) in exchanged
+                if len(ranks) > 1
             ]
             sharings.append(routes.ports.sharing(devices, hops, [*reduced, *tied_exchanges(tied)]))
         return sharings
 
     def _linear_ends(self, links: npt.NDArray[np.int64] | None) -> Floats | None:
-        """`device_ends` with all stages side by side, where that is worth it and can be."""
+        """Return `device_ends`, computed for all stages at once, or None if that does not pay."""
         count, threads = self.config.micro_batches, self.hosts == "one" and self._is_late
         most = MANY_ACTIONS if self.stages >= MANY_STAGES else 8 * MANY_ACTIONS
-        few = 2 * self.stages * count <= most or self.config.recompute == "except_last"
-        if few or threads:
+        unsuitable = 2 * self.stages * count <= most or self.config.recompute == "except_last"
+        if unsuitable or threads:
             return None
         stages = (self.forward.T, self.backward.T, self.accumulation.T)
         launches = (self.forward_launch.T, self.backward_launch.T) if self._is_late else (None, None)
@@ -182,22 +211,22 @@ class Pipelines:
 
     @property
     def _is_late(self) -> bool:
-        """Whether a stage may wait for its host: something takes longer to launch than to run."""
+        """Whether a stage may wait for its host, because an action takes longer to launch than to run."""
         if self.hosts == "one":
             return bool(self.forward_launch.any() or self.backward_launch.any())
         passes = [(self.forward_launch, self.forward), (self.backward_launch, self.backward)]
         if self.config.recompute == "except_last":
             passes.append((self.plain_launch, self.plain))
-        return any(bool((launch > own - self.accumulation).any()) for launch, own in passes)
+        return any(bool((launch > seconds - self.accumulation).any()) for launch, seconds in passes)
 
     @property
     def _program(self) -> Program:
         return cached_program(self.config.schedule, self.stages, self.config.micro_batches)
 
     def costs(self) -> Costs:
-        """For the simulator."""
+        """Return the inputs of the simulator."""
         late = self._is_late
-        again = self.backward_launch - self.plain_launch
+        recompute_launch = self.backward_launch - self.plain_launch
         return linear_costs(
             forward=self._over(self.forward, self.forward),
             backward=self._over(self.backward, self.plain),
@@ -205,14 +234,19 @@ class Pipelines:
             latency=self.latency.T,
             forward_launch=self._over(self.forward_launch, self.forward_launch) if late else None,
             backward_launch=self._over(self.backward_launch, self.plain_launch) if late else None,
-            recompute_launch=self._over(again, 0 * again) if late and self.hosts == "one" else None,
+            recompute_launch=self._over(recompute_launch, 0 * recompute_launch)
+            if late and self.hosts == "one"
+            else None,
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
             accumulation=self.accumulation.T,
             hosts=self.hosts,
         )
 
     def _over(self, usual: Floats, last: Floats) -> Floats:
-        """(stages, micro-batches, pipelines); the last micro-batch differs under except_last."""
+        """Return (stages, micro-batches, pipelines) seconds.
+
+        The last micro-batch differs under `except_last`.
+        """
         count = self.config.micro_batches
         values = np.broadcast_to(usual.T[:, None, :], (self.stages, count, len(self)))
         if self.config.recompute != "except_last":
@@ -226,13 +260,15 @@ def _reductions(
     sharings: Sequence[PortSharing],
     tied: Sequence[tuple[TiedSum, ...]],
 ) -> Floats:
-    """(pipelines,): the step, where `device_ends` (stages, pipelines) is when the stages have run their last
-    actions."""
+    """Return (pipelines,) step seconds after all reductions.
+
+    `device_ends` are the (stages, pipelines) times at which the stages have run their last actions.
+    """
     ends = device_ends + exposed_allreduce.T
-    for row, own in enumerate(sharings):
-        if own.reduce_loads:
+    for row, sharing in enumerate(sharings):
+        if sharing.reduce_loads:
             ends[:, row] = all_reduce_ends(
-                device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
+                device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), sharing.reduce_loads
             )
         ends[:, row] = ends_after_sums(ends[:, row], tied[row])
     return np.asarray(ends.max(axis=0))
@@ -245,19 +281,27 @@ def find_routes(
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
 ) -> PipelineRoutes:
-    """Of pipelines whose stages are on these devices, between cut points (pipelines, stages)."""
+    """Return the devices of pipelines and the bytes that their replicas exchange.
+
+    Args:
+        space: Costs and ports.
+        config: Configuration of the pipelines.
+        devices: By pipeline, the ranks of each stage.
+        starts: (pipelines, stages) cut points where the stages begin.
+        ends: (pipelines, stages) cut points where they end.
+    """
     table, precision = space.table(space.chain.sizes[0]), space.number_bytes
     trainable = table.reduced_bytes(space.zero)[starts, ends]
     parameters = np.asarray(table.stage_bytes.parameters)[starts, ends]
     at_end = space.bytes_at_end(trainable)
     by_layer = bytes_by_layer(trainable, parameters, precision, space.zero)
     points = np.array(table.cut_points)[ends].tolist()
-    tied = [_tied_sums(space, own, at) for own, at in zip(devices, points, strict=True)]
+    tied = [_tied_sums(space, ranks, stage_ends) for ranks, stage_ends in zip(devices, points, strict=True)]
     return PipelineRoutes(space.ports, devices, at_end, by_layer * config.micro_batches, tied)
 
 
 def _tied_sums(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) -> tuple[TiedSum, ...]:
-    """Of one pipeline."""
+    """Return the sums of tied weights' gradients of one pipeline."""
     stages = [[stage] for stage in range(len(ends))]
     chain, precision = space.chain, space.number_bytes
     return tuple(tied_sums(chain.tied, ends, devices, stages, precision, space.tied_seconds))
@@ -266,7 +310,13 @@ def _tied_sums(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) ->
 def build_pipelines(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
-    """Linear pipelines of one configuration and one number of stages, side by side."""
+    """Return linear pipelines of one configuration and one number of stages as arrays.
+
+    Args:
+        space: Costs and limits.
+        proposals: The plans.
+        modes: By plan, the recomputation of each stage.
+    """
     config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
     names = ("forward", "backward", "plain", "accumulation", "exposed_allreduce")
@@ -278,12 +328,12 @@ def build_pipelines(
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
             backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
-            again = at[0], repeat_end(cut_points, *at, modes[row][stage])
+            repeated = at[0], repeat_end(cut_points, *at, modes[row][stage])
             copies = group.copy_seconds[at] if modes[row][stage] == OFFLOAD else 0.0
             columns["forward"][row, stage] = group.forward[at] + copies
             columns["plain"][row, stage] = backward[at] + copies
             columns["backward"][row, stage] = (
-                backward[at] + copies + (group.forward[again] if again[1] > again[0] else 0.0)
+                backward[at] + copies + (group.forward[repeated] if repeated[1] > repeated[0] else 0.0)
             )
             columns["accumulation"][row, stage] = accumulation[at]
             columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]
@@ -291,7 +341,7 @@ def build_pipelines(
             launch, plain_launch = group.table.forward_launch[at], group.table.backward_launch[at]
             columns["forward_launch"][row, stage] = launch
             columns["plain_launch"][row, stage] = plain_launch
-            columns["backward_launch"][row, stage] = plain_launch + group.table.forward_launch[again]
+            columns["backward_launch"][row, stage] = plain_launch + group.table.forward_launch[repeated]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
             place = cut_points.index(proposal.ends[cut])
             sent = max(groups[cut].table.crossing[place], groups[cut + 1].table.crossing[place])
@@ -303,5 +353,7 @@ def build_pipelines(
         occupancy=occupancy,
         latency=latency,
         hosts=space.hosts,
-        routes=find_routes(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
+        routes=find_routes(
+            space, config, [proposal_.devices for proposal_ in proposals], places_of[0], places_of[1]
+        ),
     )

@@ -1,9 +1,9 @@
-"""Orders of the devices in which the stages of a pipeline take them, and the ranges of devices in an order.
+"""Orders in which stages take the devices, and the ranges of devices in an order.
 
-In any order a stage may begin after the last device of the stage before, or leave devices free and begin with
-the next node (or the next kind of device). Taking the ranks in order keeps neighbouring stages near each
-other; taking them across the nodes (one of each node in turn) gives a stage's replicas one device of every
-node, so that transfers between stages stay inside the nodes and gradients are added up between them.
+In any order, a stage begins after the last device of the previous stage, or it leaves devices free and begins
+at the next node (or kind of device). Ranks in order keep neighbouring stages near each other. Ranks across
+the nodes (one of each node in turn) give the replicas of a stage one device on every node, so that transfers
+between stages stay inside nodes and gradients are exchanged between them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from ..stage_table import Floats, Indices
 from .space import Space
 
 FEW = 16
-"""Up to so many devices they are taken across the first two nodes, the first three and so on, too, so that
-the plans of a smaller machine are among those of a larger one."""
+"""Up to this many devices, orders across the first two nodes, the first three and so on are tried, too.
+
+The plans of a smaller machine are then among those of a larger one.
+"""
 EVERY_COUNT = 16
-"""Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+"""Up to this many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 MOST_DEVICES = 64
-"""Of so many, stages may begin at any."""
+"""Most devices for which a stage may begin at any position."""
 MOST_RUNS = 4
-"""Runs of equal devices of which every order is tried: 24."""
+"""Most runs of equal devices for which every order (24) is tried."""
 
 IN_ORDER, ACROSS, REORDERED, ANY = "in order", "across nodes", "kinds reordered", "any"
 WORDS = {
@@ -37,13 +39,20 @@ WORDS = {
     REORDERED: "with the kinds in another order",
     ANY: "in any order",
 }
-"""What the orders are called in a plan file."""
+"""Names of the orders in a plan file."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """An order of all devices. `next_group`: by position, where the next node or kind of device begins (the
-    number of devices: nowhere); `skips_whole`: whether a whole group may stay free, too."""
+    """An order of all devices.
+
+    Attributes:
+        name: Name of the order.
+        ranks: Ranks in the order.
+        next_group: By position, where the next node or kind of device begins; the number of devices if there
+            is none.
+        skips_whole: Whether whole groups may stay free, too.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -52,16 +61,16 @@ class Placement:
 
     @property
     def in_words(self) -> str:
-        """The order, to follow `on consecutive devices`."""
+        """Name of the order, to follow `on consecutive devices`."""
         return WORDS[self.name]
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By position, the positions at which a stage that follows a stage ending there may begin."""
+        """By position, the positions at which the stage after one that ends there may begin."""
         return tuple(tuple(self.starts_after(position)) for position in range(len(self.ranks) + 1))
 
     def starts_after(self, position: int) -> Iterator[int]:
-        """The positions at which a stage that follows a stage ending there may begin."""
+        """Yield the positions at which the stage after one that ends at `position` may begin."""
         yield position
         if position < len(self.ranks) and (self.skips_whole or not self._begins(position)):
             later = self.next_group[position]
@@ -74,9 +83,12 @@ class Placement:
 
 
 def list_placements(topology: Topology) -> list[Placement]:
-    """The orders that are searched: as ranked; across the full nodes, where there are several; and where
-    there are several kinds of devices, their runs in every order (more than `MOST_RUNS`: as ranked, and by
-    speed in either direction)."""
+    """Return the orders that are searched.
+
+    These are the ranks in order and the ranks across the full nodes. With several kinds of devices they are
+    the runs of equal devices in every order (with more than `MOST_RUNS` runs: in order, and by speed in both
+    directions).
+    """
     if len(topology.kinds) > 1:
         return [
             make_placement(IN_ORDER if index == 0 else REORDERED, topology, ranks)
@@ -84,21 +96,21 @@ def list_placements(topology: Topology) -> list[Placement]:
         ]
     orders = [make_placement(IN_ORDER, topology, tuple(range(topology.gpus)))]
     nodes = topology.gpus // topology.gpus_per_node
-    few = range(2, nodes) if topology.gpus <= FEW else ()
+    partial_counts = range(2, nodes) if topology.gpus <= FEW else ()
     if topology.gpus_per_node > 1:
-        orders += [_across(topology, count) for count in (*few, nodes) if count > 1]
+        orders += [_across(topology, count) for count in (*partial_counts, nodes) if count > 1]
     return orders
 
 
 def _across(topology: Topology, nodes: int) -> Placement:
-    """One device of each of the first nodes in turn, then all that is left."""
-    each, gpus = topology.gpus_per_node, topology.gpus
-    ranks = (node * each + slot for slot in range(each) for node in range(nodes))
-    return Placement(ACROSS, (*ranks, *range(nodes * each, gpus)), (gpus,) * gpus)
+    """Return the order with one device of each of the first `nodes` nodes in turn, then all other devices."""
+    per_node, gpus = topology.gpus_per_node, topology.gpus
+    ranks = (node * per_node + slot for slot in range(per_node) for node in range(nodes))
+    return Placement(ACROSS, (*ranks, *range(nodes * per_node, gpus)), (gpus,) * gpus)
 
 
 def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
-    """The ranks, with the runs of equal devices in every order, as ranked first."""
+    """Yield the ranks with the runs of equal devices in every order, rank order first."""
     runs = [tuple(ranks) for _, ranks in groupby(range(topology.gpus), key=topology.device)]
     by_speed = sorted(runs, key=lambda run: topology.device(run[0]).seconds_scale)
     orders = permutations(runs) if len(runs) <= MOST_RUNS else iter((runs, by_speed, by_speed[::-1]))
@@ -107,7 +119,7 @@ def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
 
 
 def make_placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
-    """`ranks` with a new group at every node and every kind."""
+    """Return an order in which every node and every kind begins a new group."""
     numbers = topology.kind_numbers(ranks).tolist()
     groups = [(rank // topology.gpus_per_node, kind) for rank, kind in zip(ranks, numbers, strict=True)]
     next_group, later = [0] * len(ranks), len(ranks)
@@ -119,7 +131,7 @@ def make_placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Pla
 
 
 def list_replica_counts(devices: int) -> tuple[int, ...]:
-    """The numbers of replicas that are tried on so many devices."""
+    """Return the numbers of replicas that are tried on `devices` devices."""
     return tuple(
         count
         for count in range(1, devices + 1)
@@ -128,14 +140,20 @@ def list_replica_counts(devices: int) -> tuple[int, ...]:
 
 
 def place_anywhere(topology: Topology) -> Placement:
-    """Any devices for each stage: no order of them; see `device_sets`."""
+    """Return the placement that allows any devices for each stage, see `device_sets`."""
     gpus = topology.gpus
     return Placement(ANY, tuple(range(gpus)), (gpus,) * gpus)
 
 
 class DeviceRun(NamedTuple):
-    """Devices that a stage may have: where it begins, and is after them, in as many ways as there are; `key`
-    names them there."""
+    """Devices that a stage may take.
+
+    Attributes:
+        ranks: The devices.
+        begins: Positions (or states) before the stage, one for each transition.
+        afters: Positions after it.
+        keys: Keys of the devices in these transitions.
+    """
 
     ranks: tuple[int, ...]
     begins: Indices
@@ -144,7 +162,7 @@ class DeviceRun(NamedTuple):
 
 
 class StagesBefore(NamedTuple):
-    """By plan, the last stage so far: how many replicas it has, where it ends, and the key of its devices."""
+    """(plans,) last chosen stages of unfinished plans: replicas, end position and key of the devices."""
 
     replicas: Indices
     ends: Indices
@@ -153,7 +171,14 @@ class StagesBefore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeviceRanges:
-    """The runs of `counts` devices (ascending) in an order. `on_all`: no device may stay free."""
+    """Runs of devices in an order.
+
+    Attributes:
+        space: Costs and links.
+        placement: The order.
+        counts: Numbers of replicas, ascending.
+        on_all: Whether every device must be used.
+    """
 
     space: Space
     placement: Placement
@@ -164,67 +189,96 @@ class DeviceRanges:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By position, where a stage that follows one ending there may begin."""
+        """By position, the positions at which the stage after one that ends there may begin."""
         if self.on_all:
             return tuple((position,) for position in range(self.devices + 1))
         return self.placement.starts
 
     @property
     def devices(self) -> int:
-        """In the order."""
+        """Number of devices in the order."""
         return len(self.placement.ranks)
 
     @property
     def any_order(self) -> bool:
-        """Whether the replicas of a stage may stand in orders that differ."""
+        """Whether the replicas of a stage may stand in different orders."""
         return False
 
     @cached_property
     def devices_before(self) -> Indices:
-        """By position, how many there are."""
+        """(positions,) number of devices before each position."""
         return np.arange(self.devices + 1)
 
     def starts_from(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Of plans that end at these positions, the number of a plan and where a further stage may begin."""
+        """Return the possible begins of the next stage of plans that end at these positions.
+
+        Returns:
+            Rows of the plans, and positions where a stage may begin.
+        """
         pairs = [(row, begin) for row, end in enumerate(positions.tolist()) for begin in self.starts[end]]
         rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return rows, begins
 
     def runs(self, count: int) -> Iterator[DeviceRun]:
-        """Of so many devices."""
+        """Yield the runs of `count` devices."""
         ranks = self.placement.ranks
         for begin in range(len(ranks) - count + 1):
             at = np.array([begin])
             yield DeviceRun(ranks[begin : begin + count], at, at + count, at)
 
     def devices_at(self, keys: Sequence[int], replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Of the stages of a pipeline."""
+        """Return the ranks of the stages of a pipeline.
+
+        Args:
+            keys: First positions of the stages.
+            replicas: Numbers of replicas.
+        """
         ranks = self.placement.ranks
         pairs = zip(keys, replicas, strict=True)
         return tuple(ranks[begin : begin + count] for begin, count in pairs)
 
     def pace(self, before: StagesBefore, replicas: int, keys: Indices) -> tuple[Floats, Floats]:
-        """Latency, and seconds of each byte that a replica of the smaller stage sends, to stages of so many
-        replicas from those `before` them."""
+        """Return the cost of transfers from the previous stages.
+
+        Args:
+            before: Previous stages.
+            replicas: Replicas of the receiving stages.
+            keys: Keys of the receiving stages.
+
+        Returns:
+            Latency in seconds, and seconds per byte that a replica of the smaller stage sends.
+        """
         latency, slowness = self.routes(replicas)
         counts = np.searchsorted(self.counts, before.replicas)
         at = counts, before.ends, keys
         return latency[at], slowness[at]
 
     def least_pace(self, replicas: int, keys: Indices, ends: Indices) -> tuple[Floats, Floats]:  # noqa: ARG002
-        """The least of stages of so many replicas on these devices, which end there, to whatever follows; 0
-        at the end."""
+        """Return the least cost of a transfer to any next stage; 0 at the end of the order.
+
+        Args:
+            replicas: Replicas of the sending stages.
+            keys: Keys of the sending stages.
+            ends: Positions where they end.
+
+        Returns:
+            Latency in seconds, and seconds per byte.
+        """
         latency, slowness = self.best_route(replicas)
         return latency[ends], slowness[ends]
 
     def orders(self, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The replicas stand as in the order of the devices."""
+        """Yield the one order of the replicas: that of the devices."""
         yield shape
 
     def routes(self, replicas: int) -> tuple[Floats, Floats]:
-        """To a stage of so many replicas, (counts, ends, begins) each: latency, and
-        seconds of each byte that a replica of the smaller stage sends, from a stage of that count of replicas
-        that ends at a position, where one may follow so; else inf."""
+        """Return the cost of all transfers to stages of `replicas` replicas.
+
+        Returns:
+            Two (counts, ends, begins) tables: latency in seconds, and seconds per byte that a replica of the
+            smaller stage sends, from a stage with a number of replicas and an end to a stage with a begin;
+            inf if it may not follow.
+        """
         if replicas not in self._to:
             self._to[replicas] = self._routes_to(replicas)
         return self._to[replicas]
@@ -250,13 +304,16 @@ class DeviceRanges:
 
     @cached_property
     def _period(self) -> int:
-        """Of how many positions the ways repeat: those of a node, where nodes are alike and in order."""
+        """Number of positions after which costs repeat: a node, if all nodes are alike and in order."""
         in_order = self.placement.ranks == tuple(range(self.devices))
         return self.space.topology.gpus_per_node if in_order and self.space.routes.alike else self.devices + 1
 
     def best_route(self, replicas: int) -> tuple[Floats, Floats]:
-        """(positions + 1,) each: from a stage of so many replicas that ends there, the least latency and the
-        least seconds a byte to whatever follows; 0 at the end."""
+        """Return the least cost of a transfer from a stage of `replicas` replicas to any next stage.
+
+        Returns:
+            Two (positions + 1,) arrays: least latency in seconds and least seconds per byte; 0 at the end.
+        """
         if replicas not in self._best:
             index = self.counts.index(replicas)
             tables = []
@@ -269,8 +326,11 @@ class DeviceRanges:
         return self._best[replicas]
 
     def least_reachable(self, values: Floats) -> Floats:
-        """(positions + 1, cut points): the least value of where a stage may begin after one that ends
-        there."""
+        """Return the least value over the begins of the stage after one that ends at each position.
+
+        Args:
+            values: (positions + 1, cut points) values by begin.
+        """
         ends, begins = self._skips
         if not len(ends):
             return values
@@ -280,7 +340,7 @@ class DeviceRanges:
 
     @cached_property
     def _skips(self) -> tuple[Indices, Indices]:
-        """Positions where a stage may end and, beside each, where the next may begin with devices between."""
-        pairs = [(end, begin) for end, own in enumerate(self.starts) for begin in own if begin > end]
+        """Pairs of positions where a stage may end and the next may begin, with free devices between."""
+        pairs = [(end, begin) for end, starts in enumerate(self.starts) for begin in starts if begin > end]
         ends, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return ends, begins

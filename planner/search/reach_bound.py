@@ -1,4 +1,4 @@
-"""A bound on 1F1B and GPipe pipelines of long chains: the stages that fit into a step of given length.
+"""Bound on 1F1B and GPipe pipelines of long chains: the stages that fit into a step of given length.
 
 Symbols as in `bound`. Let a step take T seconds. For a stage from cut point i to j with n stages after it
 
@@ -13,7 +13,7 @@ programme from the last stage back finds the fewest devices:
 
     devices[n + 1, i] = min over r of   r + min over j up to the furthest end of devices[n, j]
 
-If every number of stages needs more devices than there are, no plan takes T seconds or less.
+If every number of stages needs more devices than the topology has, no plan takes T seconds or less.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ from .stage_recompute import stage_modes
 WORK = 80.0
 """Counted work of a cut point, for each choice of devices and number of stages."""
 NARROW = 1.0005
-"""Ranges of the step whose ends are closer than this are not halved."""
+"""Ranges of the step with high <= NARROW * low are not halved."""
 NEAR = 1.05
-"""First step that is tried for a pipeline, as a multiple of a bound; the square of it is next."""
+"""First step that is tried for a pipeline, as a multiple of a bound. The next one is its square."""
 
 
 class ReachBound:
-    """The pipelines of a family that a step has room for.
+    """Pipelines of a family for which a step of given length has room.
 
-    Tables have shape (choices, places); figures of layers are summed up to each place.
+    Tables have shape (choices, places). Figures of layers are summed up to each place, an index of
+    `cut_points`.
+
+    Args:
+        space: Costs and limits.
+        family: Configuration and devices.
     """
 
     def __init__(self, space: Space, family: Family) -> None:
@@ -60,45 +65,57 @@ class ReachBound:
             return
         self.cut_points = np.array(self.choices[0].cut_points)
         self.places = np.arange(len(self.cut_points))
-        self._forward = self._sum(lambda one: one.seconds.costs.forward_seconds * one.kind.seconds_scale)
-        backward = self._sum(lambda one: one.seconds.costs.backward_seconds * one.kind.seconds_scale)
-        once = self._sum(lambda one: one.seconds.costs.accumulation * one.kind.seconds_scale)
+        self._forward = self._sum(
+            lambda choice: choice.seconds.costs.forward_seconds * choice.kind.seconds_scale
+        )
+        backward = self._sum(lambda choice: choice.seconds.costs.backward_seconds * choice.kind.seconds_scale)
+        once = self._sum(lambda choice: choice.seconds.costs.accumulation * choice.kind.seconds_scale)
         if count == 1:  # the only backward is a first one
             backward, once = backward - once, np.zeros_like(once)
         self._seconds = backward + self._forward * (1 if self._modes[0] == "never" else 2)
         self._once = once + (self._forward if config.recompute == "except_last" else 0.0)
         self._exposed = self._sum(Choice.least_exposed)
         self._launches = self._sum(Choice.launches)
-        self._weights = np.array([[self.speed[one.place] * one.counts.fewest] for one in self.choices])
+        self._weights = np.array(
+            [[self.speed[choice.place] * choice.counts.fewest] for choice in self.choices]
+        )
         self._device_seconds = _least(self._weights * (count * self._seconds - self._once))
-        # A stage of a longer pipeline leaves at least one device to the others.
+        # A stage of a longer pipeline leaves at least one device to the other stages.
         several = self._weights[:, 0] + self._weights.min() <= self.capacity
         several |= not several.any()
         self._lead = _least(self._forward[several])
         self._before = _least((self._seconds - self._once)[several])
-        behind = _least(((1 if self._is_gpipe else 2) * self._seconds - self._once)[several])
-        self._after = behind[-1] - behind
+        later = _least(((1 if self._is_gpipe else 2) * self._seconds - self._once)[several])
+        self._after = later[-1] - later
         self._bytes = dict[tuple[int, ...], RunningBytes]()
         self._rows, self._selected = list[Floats](), list[Indices]()
         self._ends = list[Indices]()
 
     def _sum(self, values: Callable[[Choice], Floats]) -> Floats:
-        """(choices, places): sums of a figure of the layers, shape (layers,)."""
+        """Return (choices, places) running sums of a (layers,) figure."""
         return np.array([_running(values(choice))[self.cut_points] for choice in self.choices])
 
     def fewest_devices(
         self, step: float, is_allowed: Callable[[int], bool], kinds: Sequence[int] = ()
     ) -> float:
-        """Devices, by speed, that suffice for a pipeline with an allowed number of stages and no longer step;
-        more than `capacity` if none is possible. `kinds`: places of the kinds that the stages must have, from
-        the last stage back; empty for any."""
+        """Return the fewest devices with which a pipeline takes at most `step` seconds (a bound follows).
+
+        Args:
+            step: Seconds of the step.
+            is_allowed: Function that returns whether a number of stages is allowed.
+            kinds: Kinds of the stages' devices, last stage first. Empty for any.
+
+        Returns:
+            Devices in units of the fastest kind: a number that suffices, or more than `capacity` if none
+            does.
+        """
         if not self.choices:
             return inf
         row, fewest = np.where(self.places == self.places[-1], 0.0, inf), inf
         self._rows, self._selected, self._ends = [row], [], []
         room = self.capacity - self._device_seconds * SAFE / step
         furthest = [self._furthest_alone(step / SAFE, number) for number in range(len(self._modes))]
-        places = np.array([[one.place] for one in self.choices])
+        places = np.array([[choice.place] for choice in self.choices])
         for remaining in range(1, min(self.most_stages, len(kinds) or self.most_stages) + 1):
             self.space.budget.check()
             self.space.budget.spend(WORK * len(self._modes) * furthest[0].size)
@@ -114,7 +131,7 @@ class ReachBound:
                 possible &= places == kinds[remaining - 1]
             devices = np.where(possible, self._weights + nearest[ends], inf)
             row = devices.min(axis=0)
-            row[row > room] = inf  # the layers before take more than the devices that are left
+            row[row > room] = inf  # the earlier layers need more devices than are left
             selected = devices.argmin(axis=0)
             self._rows.append(row)
             self._selected.append(selected.astype(np.int32))
@@ -128,8 +145,17 @@ class ReachBound:
     def shortest_pipeline(
         self, low: float, high: float, is_allowed: Callable[[int], bool], kinds: Sequence[int] = ()
     ) -> list[RoughStage]:
-        """A pipeline for about the shortest step between two that has room for one; empty if `high` has none,
-        or only one with an empty stage. `kinds`: as of `fewest_devices`."""
+        """Return a pipeline for about the shortest possible step.
+
+        Args:
+            low: Seconds that no step is below.
+            high: Longest step in seconds.
+            is_allowed: Function that returns whether a number of stages is allowed.
+            kinds: See `fewest_devices`.
+
+        Returns:
+            The stages; empty if there is none within `high` seconds, or only one with an empty stage.
+        """
         pipeline, factor, step = list[RoughStage](), NEAR, min(high, NEAR * low)
         with suppress(OutOfTime):
             while 0 < low * NARROW < high:
@@ -146,7 +172,7 @@ class ReachBound:
         return pipeline
 
     def pipeline(self) -> list[RoughStage]:
-        """The pipeline of `fewest_devices`, if there are devices enough; empty if a stage holds no layers."""
+        """Return the pipeline of the last `fewest_devices`; empty if a stage holds no layers."""
         place, stages = 0, list[RoughStage]()
         for selected, ends, row in zip(
             self._selected[::-1], self._ends[::-1], self._rows[-2::-1], strict=True
@@ -163,8 +189,10 @@ class ReachBound:
         return stages
 
     def _furthest_alone(self, step: float, number: int) -> Indices:
-        """(choices, places): the furthest ends of stages that take a step by themselves, recomputing in the
-        mode of that number."""
+        """Return (choices, places) furthest ends of stages that alone fit into a step.
+
+        `number` is the index of the recomputation mode.
+        """
         seconds = self._count * (self._seconds + number * self._forward) - self._once
         ends = _furthest(seconds, step - self._lead)
         if self.space.zero == 0:
@@ -174,7 +202,7 @@ class ReachBound:
         return ends
 
     def _furthest(self, step: float, number: int, remaining: int) -> Indices:
-        """(choices, places): the furthest ends of stages with `remaining` - 1 after them, in that mode."""
+        """Return (choices, places) furthest ends of stages with `remaining` - 1 stages after them."""
         in_flight = self._schedule.in_flight(0, remaining, self._count)
         mode = self._modes[number]
         ends = np.array([self._fit(choice, mode, int(in_flight)) for choice in self.choices])
@@ -186,7 +214,7 @@ class ReachBound:
         return in_time
 
     def _fit(self, choice: Choice, mode: Recompute, in_flight: int) -> Indices:
-        """(places,): the furthest ends of stages that fit with so many micro-batches in flight."""
+        """Return (places,) furthest ends of stages that fit in memory with `in_flight` micro-batches."""
         limit, starts = self.space.kinds_limit([choice.kind]), self.places[:-1]
         if limit == inf:
             return np.full(len(self.places), self.places[-1])
@@ -222,10 +250,14 @@ class ReachBound:
 
 
 class RunningBytes:
-    """What the ledger of stages is made from, at the least, in sums up to each cut point.
+    """Least inputs of the memory ledger of stages, as sums up to each cut point.
 
-    What a stage sends is left out, so that no stage needs less than one that ends earlier; so are copies of
-    tied weights, and what only some optimizers, schedules and ways to recompute need.
+    Sent tensors are left out, so that no stage needs less than one that ends earlier. Copies of tied weights,
+    and bytes that only some optimizers, schedules and recomputation modes need, are left out, too.
+
+    Args:
+        costs: Costs of the layers.
+        cut_points: Numbers of layers before each cut point.
     """
 
     def __init__(self, costs: LayerCosts, cut_points: Indices) -> None:
@@ -242,12 +274,12 @@ class RunningBytes:
         self._saved_input = costs.saved_input_bytes[starts]
         self._crossing = np.concatenate([[0.0], costs.output_bytes[ends[:-1]], [0.0]])
         self._input = np.append(costs.input_bytes, self._crossing[1:-1])
-        # While a layer runs, what the layers up to it save is there, and its workspace.
+        # While a layer runs, the device holds the saved tensors of the layers up to it and its workspace.
         at_work = np.cumsum(costs.saved_bytes) + costs.workspace_bytes
         self._at_work = _Largest(np.maximum.reduceat(at_work, starts))
 
     def between(self, start: Indices, end: Indices) -> StageBytes:
-        """(stages,) each: of stages from one place to another."""
+        """Return the bytes of (stages,) stages between cut points."""
         sums = {name: values[end] - values[start] for name, values in self._sums.items()}
         return StageBytes(
             **sums,
@@ -261,7 +293,7 @@ class RunningBytes:
 
 
 class _Largest:
-    """The largest of any run of values, by a table of runs of 1, 2, 4, ... of them."""
+    """Maximum of any run of values, by a sparse table of runs of 1, 2, 4, ... values."""
 
     def __init__(self, values: Floats) -> None:
         rows, length = [values], 1
@@ -271,26 +303,28 @@ class _Largest:
         self._table = np.array(rows)
 
     def between(self, start: Indices, end: Indices) -> Floats:
-        """(runs,): the largest from `start` to before `end`, which is larger."""
+        """Return the (runs,) maxima from `start` to before `end` > `start`."""
         level = np.frexp((end - start).astype(np.float64))[1] - 1
         largest: Floats = np.maximum(self._table[level, start], self._table[level, end - (1 << level)])
         return largest
 
 
 def _running(values: Floats) -> Floats:
-    """(layers + 1,): sums of the layers before each."""
+    """Return (layers + 1,) sums of the values before each layer."""
     return np.append(0.0, np.cumsum(values))
 
 
 def _least(sums: Floats) -> Floats:
-    """(places,): sums of the least of all choices, block by block."""
+    """Return (places,) sums over blocks of the least of all choices."""
     return _running(np.diff(sums, axis=1).min(axis=0))
 
 
 def _furthest(sums: Floats, room: Floats, after: Floats | float = 0.0) -> Indices:
-    """(choices, places): the furthest ends j for which sums[j] - sums[i] + after[j] <= room[i]; below the
-    start i if there is none."""
-    # The least that an end or one further out takes, so that it grows with the end.
+    """Return (choices, places) furthest ends j with sums[j] - sums[i] + after[j] <= room[i].
+
+    The result is below the start i if there is none.
+    """
+    # The least value of this end and all later ones, so that it grows with the end.
     least = np.minimum.accumulate((sums + after)[:, ::-1], axis=1)[:, ::-1]
     each = zip(least, sums + room, strict=True)
     return np.array([np.searchsorted(values, allowed, side="right") - 1 for values, allowed in each])

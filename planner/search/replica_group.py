@@ -1,8 +1,8 @@
-"""What all stages cost on a group of replicas: seconds, the all-reduce, and the micro-batches that fit.
+"""Costs of all stages on a group of replicas: seconds, gradient all-reduce, and micro-batches that fit.
 
-What of the all-reduce follows the last backward is, for one stage, what
-`cost_models.collectives.exposed_all_reduce_seconds` says. For all stages at once: buckets are filled from
-the end of a stage towards its start, so those of stages with one end are the same, but for the last one.
+For one stage, `cost_models.collectives.exposed_all_reduce_seconds` gives the part of the all-reduce that
+follows the last backward. This module computes it for all stages at once. Buckets are filled from the end of
+a stage towards its start, so stages with the same end share all buckets but the last.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from ..stage_table import Floats, Indices, StageTable, sum_runs, sum_within
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """The buckets of all stages between `cut_points` (n + 1).
+    """Gradient buckets of all stages between n + 1 cut points.
 
-    `closed`: (layer, stage ends, bytes) of the buckets that become complete with a layer, from the last layer
-    to the first; `last_bytes` (n + 1, n + 1): bytes of the bucket that stage [start, end] fills last, 0 where
-    its first layer completed one; `left_layer`: the layer that it becomes complete with.
+    Attributes:
+        cut_points: Numbers of layers before each cut point.
+        closed: (layer, stage ends, bytes) of the buckets that a layer completes, from the last layer to the
+            first.
+        last_bytes: (n + 1, n + 1) bytes of the bucket that stage [start, end] fills last; 0 if its first
+            layer completed a bucket.
+        left_layer: (n + 1, n + 1) layer that completes this last bucket.
     """
 
     cut_points: tuple[int, ...]
@@ -42,11 +46,16 @@ class Buckets:
     left_layer: Indices
 
     def exposed_seconds(self, backward_seconds: Floats, reduce: Callable[[Floats], Floats]) -> Floats:
-        """(n + 1, n + 1): seconds from the end of each stage's backward until its gradients are reduced.
+        """Return the seconds from the end of each stage's last backward until its gradients are reduced.
 
-        `backward_seconds` by layer; `reduce`: seconds of an all-reduce of so many bytes.
+        Args:
+            backward_seconds: (layers,) seconds of a backward.
+            reduce: Function from bytes to the seconds of their all-reduce.
+
+        Returns:
+            (n + 1, n + 1) seconds.
         """
-        # Backward seconds from a layer to the end of its block, and of runs of blocks.
+        # `tails`: backward seconds from a layer to the end of its block. `runs`: those of runs of blocks.
         layers = len(backward_seconds)
         tails = sum_within(backward_seconds[::-1], [layers - cut for cut in self.cut_points[::-1]])[::-1]
         runs = sum_runs(tails[list(self.cut_points[:-1])])
@@ -72,18 +81,23 @@ class Buckets:
 
     @cached_property
     def _blocks(self) -> Indices:
-        """(layers,): the block of each layer."""
+        """(layers,) block of each layer."""
         return np.repeat(np.arange(len(self.cut_points) - 1), np.diff(self.cut_points))
 
     @cached_property
     def _runs_after_left(self) -> Indices:
-        """(n + 1, n + 1): flat indices of the runs of blocks from behind `left_layer` to each stage's end."""
+        """(n + 1, n + 1) flat indices of the runs of blocks between `left_layer` and each stage's end."""
         begins = self._blocks[self.left_layer] + 1
         return np.ravel_multi_index((begins, np.arange(begins.shape[1])[None]), begins.shape)
 
 
 def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
-    """The buckets as DistributedDataParallel makes them: see `collectives.gradient_buckets`."""
+    """Return the buckets that DistributedDataParallel makes, see `collectives.gradient_buckets`.
+
+    Args:
+        gradient_bytes: (layers,) bytes of gradients.
+        cut_points: Numbers of layers before each cut point.
+    """
     ends = np.array(cut_points)
     filled, size = np.zeros(len(ends)), np.full(len(ends), float(FIRST_BUCKET_BYTES))
     last = np.zeros(len(ends), dtype=np.int64)
@@ -104,21 +118,36 @@ def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
 
 
 class HostMemory(NamedTuple):
-    """Of the host of each device: bytes per second of copies there, and as many back; and how many bytes of
-    its memory the device may use."""
+    """Host memory of each device, as a target of offloading.
+
+    Attributes:
+        bandwidth: Bytes per second of copies to the host, and as many back.
+        limit: Bytes of host memory that each device may use.
+    """
 
     bandwidth: float
     limit: float = inf
 
 
 def find_host(topology: Topology, options: PlanOptions, sharers: int) -> HostMemory | None:
-    """The host of every device, the slowest of several kinds; None where no stage may offload. `sharers`:
-    GPUs that share every layer. Raises UsageError."""
+    """Return the host memory of every device, the slowest of several kinds.
+
+    Args:
+        topology: Devices.
+        options: Options of the plan.
+        sharers: GPUs that share every layer.
+
+    Returns:
+        The host memory; None if no stage may offload.
+
+    Raises:
+        UsageError: Layers are shared by several GPUs, or the copy bandwidth of a device is unknown.
+    """
     if options.recompute != OFFLOAD:
         return None
     if sharers > 1:
         raise UsageError(
-            f"recompute={OFFLOAD!r} of layers that {sharers} GPUs share: it is not run",
+            f"recompute={OFFLOAD!r} is not supported for layers that {sharers} GPUs share",
             "Use recompute='auto', or a profile of whole layers.",
         )
     rates = list[float]()
@@ -126,8 +155,8 @@ def find_host(topology: Topology, options: PlanOptions, sharers: int) -> HostMem
         rate = options.host_bandwidth or host_bandwidth(kind.name)
         if rate is None:
             raise UsageError(
-                f"recompute={OFFLOAD!r}: how fast {kind.name} copies to its host's memory is not known",
-                "Give it: host_bandwidth=25e9 for 25 GB/s, say.",
+                f"recompute={OFFLOAD!r}: the bandwidth between {kind.name} and its host is unknown",
+                "Set it, for example host_bandwidth=25e9 for 25 GB/s.",
             )
         rates.append(rate)
     limit = options.host_memory_bytes
@@ -136,8 +165,15 @@ def find_host(topology: Topology, options: PlanOptions, sharers: int) -> HostMem
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplicaMemory:
-    """Bytes of all stages on a replica, and how many micro-batches fit into `limit` bytes. Tables as of
-    `StageTable`."""
+    """Bytes of all stages on one replica, and the micro-batches that fit into `limit` bytes.
+
+    Attributes:
+        table: Costs of all stages at the replica's share of a micro-batch.
+        replicas: Number of replicas of each stage.
+        limit: Bytes that a device may hold.
+        optimizer: Name of the optimizer.
+        ledger: Options of the memory ledger.
+    """
 
     table: StageTable
     replicas: int
@@ -145,11 +181,11 @@ class ReplicaMemory:
     optimizer: str
     ledger: LedgerOptions
     host: HostMemory | None = None
-    """Where stages may offload."""
+    """Host memory for stages that offload. None if they may not."""
     _room: dict[str, Floats] = field(default_factory=dict, init=False)
 
     def fits_host(self, in_flight: float) -> npt.NDArray[np.bool_]:
-        """Whether the host has memory for so many micro-batches of each stage that offloads."""
+        """Return a mask of the stages whose offloaded micro-batches in flight fit on the host."""
         assert self.host is not None
         fits: npt.NDArray[np.bool_] = np.asarray(
             in_flight * self.table.stage_bytes.offloaded <= self.host.limit
@@ -157,17 +193,29 @@ class ReplicaMemory:
         return fits
 
     def room(
-        self, recompute: Recompute, start: Indices, end: Indices, again: Indices | None = None
+        self, recompute: Recompute, start: Indices, end: Indices, recompute_end: Indices | None = None
     ) -> Floats:
-        """(pairs,): `most_in_flight` of some stages alone; `again` as of `StageTable.stage_memory`."""
-        if recompute in self._room and again is None:
+        """Return how many micro-batches fit, for some stages (see `most_in_flight`).
+
+        Args:
+            recompute: Recomputation mode.
+            start: (pairs,) cut points where the stages begin.
+            end: (pairs,) cut points where they end.
+            recompute_end: (pairs,) cut points up to which they recompute, see `StageTable.stage_memory`.
+
+        Returns:
+            (pairs,) micro-batches.
+        """
+        if recompute in self._room and recompute_end is None:
             return self._room[recompute][start, end]
         if recompute == OFFLOAD:
             return self.most_in_flight(recompute)[start, end]
         if self.limit == inf:
             return np.full(len(start), inf)
 
-        return self._most(lambda count, moment: self.pair_bytes(count, recompute, start, end, again, moment))
+        return self._most(
+            lambda count, moment: self.pair_bytes(count, recompute, start, end, recompute_end, moment)
+        )
 
     def pair_bytes(
         self,
@@ -175,17 +223,29 @@ class ReplicaMemory:
         recompute: Recompute,
         start: Indices,
         end: Indices,
-        again: Indices | None = None,
+        recompute_end: Indices | None = None,
         moment: Moment = "any",
     ) -> Floats:
-        """(pairs,): `bytes` of some stages alone; `again` as of `StageTable.stage_memory`."""
+        """Return the bytes of some stages on one replica.
+
+        Args:
+            in_flight: Micro-batches in flight.
+            recompute: Recomputation mode.
+            start: (pairs,) cut points where the stages begin.
+            end: (pairs,) cut points where they end.
+            recompute_end: (pairs,) cut points up to which they recompute, see `StageTable.stage_memory`.
+            moment: Phase of the step that is counted.
+
+        Returns:
+            (pairs,) bytes.
+        """
         options: LedgerOptions = {**self.ledger, "moment": moment}
         return self.table.stage_memory(
-            start, end, in_flight, recompute, self.optimizer, self.replicas, again, **options
+            start, end, in_flight, recompute, self.optimizer, self.replicas, recompute_end, **options
         )
 
     def most_in_flight(self, recompute: Recompute) -> Floats:
-        """How many micro-batches each stage has room for, as a fraction; negative where for none."""
+        """Return the micro-batches that each stage has room for, as a fraction; negative for none."""
         if recompute not in self._room:
             self._room[recompute] = (
                 np.full(self.table.valid.shape, inf)
@@ -203,21 +263,28 @@ class ReplicaMemory:
 
     @property
     def has_temporaries(self) -> bool:
-        """Whether the optimizer's step allocates memory."""
+        """Whether the optimizer's step allocates temporary memory."""
         return find_optimizer(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32))
 
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
-        """What each stage needs on one replica."""
+        """Return the bytes that each stage needs on one replica with `in_flight` micro-batches."""
         options: LedgerOptions = {**self.ledger, "moment": moment}
         return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **options)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplicaGroupCosts(ReplicaMemory):
-    """What all stages cost on so many devices of these kinds, so joined.
+    """Costs of all stages on one group of devices with given kinds and links.
 
-    Seconds are those of the slowest replica; `accumulation`: of a backward what the first of a step does not
-    take; `exposed_allreduce`: of the all-reduce that follows the last backward.
+    Seconds are those of the slowest replica. Arrays have shape (cut points, cut points).
+
+    Attributes:
+        per_replica_batch: Samples of a micro-batch on one replica.
+        size: Samples of a micro-batch on all replicas.
+        forward: Forward seconds of a micro-batch.
+        backward: Backward seconds of a micro-batch, without recomputation.
+        accumulation: Seconds that the first backward of a step saves because it adds to no gradients.
+        exposed_allreduce: Seconds of the all-reduce after the last backward.
     """
 
     per_replica_batch: int
@@ -227,37 +294,43 @@ class ReplicaGroupCosts(ReplicaMemory):
     accumulation: Floats
     exposed_allreduce: Floats
     least_tied: Floats | float = 0.0
-    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
+    """Least seconds of the sums of tied weights' gradients, which follow the all-reduce."""
 
     def backward_seconds(self, micro_batches: int) -> tuple[Floats, Floats]:
-        """Backward seconds of a micro-batch, and the part of them that the first of several does not take; a
-        single one is the first."""
+        """Return the backward seconds of a micro-batch, and the part that the first one of a step saves.
+
+        With a single micro-batch, the only backward is the first one.
+        """
         if micro_batches > 1:
             return self.backward, self.accumulation
         return self.backward - self.accumulation, np.zeros_like(self.accumulation)
 
     @cached_property
     def copy_seconds(self) -> Floats:
-        """Of what a micro-batch offloads, to the host: at the end of its forward, and as long back."""
+        """Seconds to copy a micro-batch's activations to the host, and as many back."""
         assert self.host is not None
         seconds: Floats = np.asarray(self.table.stage_bytes.offloaded) / self.host.bandwidth
         return seconds
 
 
 def most_within(limit: float, need: Callable[[float, Moment], Floats], *, temporaries: bool = True) -> Floats:
-    """How many micro-batches fit into `limit` bytes, as a fraction; negative where none does.
+    """Return how many micro-batches fit into `limit` bytes, as a fraction; negative if none does.
 
-    `need`: the bytes with so many in flight, at each moment a line; `temporaries`: of the optimizer's step.
+    Args:
+        limit: Bytes that a device may hold.
+        need: Function from micro-batches in flight and moment of the step to bytes. It is linear in the
+            micro-batches at each moment.
+        temporaries: Whether the optimizer's step allocates temporary memory, so that it is checked, too.
     """
     most = _most_at(limit, need(1, "passes"), need(2, "passes"))
     return np.minimum(most, _most_at(limit, need(1, "step"), need(2, "step"))) if temporaries else most
 
 
-def _most_at(limit: float, one: Floats, two: Floats) -> Floats:
-    """From the bytes with one micro-batch held, and with two."""
-    base, each = 2 * one - two, two - one
+def _most_at(limit: float, with_one: Floats, with_two: Floats) -> Floats:
+    """Return the micro-batches that fit, from the bytes with one and with two micro-batches in flight."""
+    base, each = 2 * with_one - with_two, with_two - with_one
     with np.errstate(divide="ignore", invalid="ignore"):
-        most = np.where(each > 0, (limit - base) / each, np.where(one <= limit, inf, -inf))
-    # A stage that fits to the byte may not be lost to rounding.
+        most = np.where(each > 0, (limit - base) / each, np.where(with_one <= limit, inf, -inf))
+    # Rounding must not exclude a stage that fits to the byte.
     room: Floats = most * (1 + 1e-12)
     return room

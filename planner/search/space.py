@@ -1,4 +1,4 @@
-"""The plans to search, and what a stage costs on any run of the devices."""
+"""The plans to search, and the costs of a stage on any group of devices."""
 
 from __future__ import annotations
 
@@ -33,25 +33,35 @@ from .budget import SearchBudget
 from .replica_group import Buckets, HostMemory, ReplicaGroupCosts, make_buckets
 
 MOST_BLOCKS = 220
-"""Between allowed cuts: of so many, tables of all stages are made."""
+"""Most blocks (runs of layers between allowed cuts) for which tables of all stages are built."""
 
 
 _CACHES = ("buckets", "usable", "routes", "ports")
-"""What is made of a space once, whatever its budget."""
+"""Cached properties that do not depend on the budget, so that copies of a space share them."""
 
 
 def divide_batch(size: int, replicas: int) -> int:
-    """Samples of a micro-batch that a replica computes: the largest share, where they are not equal."""
+    """Return the most samples of a micro-batch that one replica computes: ceil(size / replicas)."""
     return -(-size // replicas)
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The plans to search: a chain on a topology, for a runtime or any.
+    """A chain of layers on a topology, for one runtime or for any, with the limits of the search.
 
-    `memory_limit`: bytes that no device may exceed, besides its own limit. `profiles`: the layers as measured
-    on the kinds of devices that have a profile of their own, by its name in the topology. `past_largest`:
-    whether costs past the largest measured size may be extrapolated.
+    Attributes:
+        chain: Costs of the layers on the profiled device.
+        topology: Devices and links.
+        optimizer: Name of the optimizer, which sets the bytes of its state.
+        memory_limit: Bytes that no device may exceed, in addition to its own limit. None for no further
+            limit.
+        past_largest: Whether costs may be extrapolated past the largest measured micro-batch size.
+        runtime: Runtime that must be able to run the plans. None for any.
+        dtype: Data type of the training.
+        zero: ZeRO stage (0 to 3) of the optimizer.
+        profiles: Layers as measured on the kinds of devices that have their own profile, by the profile's
+            name in the topology.
+        limits: Cuts and pins that the options ask for.
     """
 
     chain: Chain
@@ -62,33 +72,34 @@ class Space:
     runtime: Runtime | None = None
     dtype: str = "float32"
     precision: Precision | None = None
-    """Bytes of a parameter; None: as usual for the dtype."""
+    """Bytes of one weight, gradient and master weight. None for those that are usual for the dtype."""
     zero: int = 0
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     limits: CutLimits = field(default_factory=CutLimits)
     budget: SearchBudget = field(default_factory=SearchBudget)
-    """What everything that is done with the space may take."""
+    """Work and time that all computations on this space may take."""
     mini_batch: int | None = None
-    """Samples of a step, where the runtime has buffers for all of them; else None."""
+    """Samples of a step if the runtime keeps buffers for all of them, else None."""
     host: HostMemory | None = None
-    """Where stages may offload."""
+    """Host memory to which stages may offload activations. None if offloading is off."""
     furthest_ends: dict[object, dict[int, npt.NDArray[np.int64]]] = field(default_factory=dict, init=False)
-    """Of stages that fit on a kind of device, by micro-batches in flight (`reach_bound`)."""
+    """Furthest end of a stage that fits on a kind of device, by micro-batches in flight (filled by
+    `reach_bound`)."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
     _tied: dict[tuple[tuple[int, ...], float], float] = field(default_factory=dict, init=False)
 
     def within(self, budget: SearchBudget) -> Space:
-        """The same, with its tables, under another budget."""
+        """Return the same space with another budget. Tables that were built are shared."""
         space = replace(self, budget=budget)
         for name in ("furthest_ends", "_tables", "_group_costs", "_joined"):
             object.__setattr__(space, name, getattr(self, name))
-        vars(space).update({name: own for name, own in vars(self).items() if name in _CACHES})
+        vars(space).update({name: value for name, value in vars(self).items() if name in _CACHES})
         return space
 
     def table(self, size: float) -> StageTable:
-        """The stages of the chain, as profiled, at a micro-batch size of one device."""
+        """Return the costs of all stages at a micro-batch size of `size` samples per device, as profiled."""
         return self._table("", self.chain, size, self.past_largest)
 
     def _table(self, name: str, chain: Chain, size: float, past_largest: bool) -> StageTable:
@@ -98,7 +109,7 @@ class Space:
 
     @property
     def kind_chains(self) -> list[Chain]:
-        """The layers as measured for each kind of device."""
+        """Layers as measured for each kind of device."""
         kinds = self.topology.kinds
         return [self.chain if kind.profile is None else self.profiles[kind.profile] for kind in kinds]
 
@@ -109,7 +120,7 @@ class Space:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The gradient buckets of all stages."""
+        """Gradient buckets of all stages."""
         table = self.table(self.chain.sizes[0])
         return make_buckets(self.gradients(self.chain.trainable_bytes), table.cut_points)
 
@@ -119,17 +130,23 @@ class Space:
         return self.precision or training_precision(self.dtype).bytes
 
     def gradients(self, trainable: Floats) -> Floats:
-        """Bytes of the gradients of so many bytes of trainable weights."""
+        """Return the gradient bytes for `trainable` bytes of weights."""
         return gradient_bytes(trainable, self.number_bytes)
 
     def bytes_at_end(self, trainable: Floats) -> Floats:
-        """Bytes of an all-reduce that sends as much as the replicas of stages with so many bytes of trainable
-        weights exchange after the last backward."""
+        """Return the bytes of an all-reduce that moves as much as the exchange after the last backward.
+
+        ZeRO replaces the all-reduce by reduce-scatters and all-gathers. Some of them run before the last
+        backward ends and are not counted here.
+
+        Args:
+            trainable: Bytes of trainable weights of the stages.
+        """
         return bytes_at_end(trainable, self.number_bytes, self.zero)
 
     @cached_property
     def usable(self) -> npt.NDArray[np.bool_]:
-        """Which stages may be, whatever the memory."""
+        """(cut points, cut points) mask of the stages that are allowed regardless of memory."""
         table = self.table(self.chain.sizes[0])
         usable = table.valid
         if self.runtime is not None and self.runtime.trains_every_stage:
@@ -141,20 +158,28 @@ class Space:
         return usable
 
     def may_be(self, stage: int, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Any:
-        """(pairs,): whether the stage of that number may lie between these cut points; True where none is
-        pinned."""
+        """Return whether stage number `stage` may lie between two cut points.
+
+        Args:
+            stage: 0-based number of the stage.
+            start: (pairs,) cut points where the stage begins.
+            end: (pairs,) cut points where it ends.
+
+        Returns:
+            (pairs,) mask, or True if no layer is pinned to a stage.
+        """
         if not self.limits.pins:
             return True
         cut_points = np.array(self.table(self.chain.sizes[0]).cut_points)
-        first, after = cut_points[start], cut_points[end]
+        first, layer_after = cut_points[start], cut_points[end]
         fits = np.ones(len(first), dtype=np.bool_)
-        for layer, own in self.limits.pins:
-            fits &= ((first <= layer) & (layer < after)) == (own == stage)
+        for layer, pinned_stage in self.limits.pins:
+            fits &= ((first <= layer) & (layer < layer_after)) == (pinned_stage == stage)
         return fits
 
     @property
     def is_long(self) -> bool:
-        """Whether there are too many cuts for tables of all stages."""
+        """Whether the chain has too many cuts for tables of all stages."""
         return self.chain.max_stages > MOST_BLOCKS
 
     @property
@@ -164,63 +189,81 @@ class Space:
 
     @property
     def hosts(self) -> Hosts:
-        """The same as a word of `Costs`."""
+        """Number of launching processes, in the terms of `Costs.hosts`."""
         return "one" if self.one_process else "each"
 
     @cached_property
     def routes(self) -> Routes:
-        """The ways from stages to stages."""
+        """Latency and bandwidth between any two groups of devices."""
         return Routes(self.topology)
 
     @cached_property
     def ports(self) -> TopologyPorts:
-        """The ports that stages share."""
+        """Network ports that stages share."""
         return TopologyPorts(self.topology, self.routes)
 
     def tied_seconds(self, ranks: tuple[int, ...], bytes: float) -> float:
-        """Of the sum of a tied weight's gradients over all that hold it."""
+        """Return the seconds to sum the gradients of a tied weight over all `ranks` that hold a copy."""
         key = ranks, bytes
         if key not in self._tied:
             self._tied[key] = reduction_seconds(self.topology)(ranks, bytes)
         return self._tied[key]
 
     def pace(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
-        """Latency from stage to stage, and seconds of each byte that a replica of the smaller one sends or
-        receives."""
+        """Return the cost of a transfer between two stages.
+
+        Args:
+            senders: Ranks of the sending stage.
+            receivers: Ranks of the receiving stage.
+
+        Returns:
+            Latency in seconds, and seconds per byte that a replica of the smaller stage sends or receives.
+        """
         latency, seconds = self.routes.route(senders, receivers)
         return latency, seconds * min(len(senders), len(receivers))
 
     def limit(self, devices: Sequence[int]) -> float:
-        """Bytes that each of these devices may hold, inf for any number."""
+        """Return the bytes that each of these devices may hold; inf if unlimited."""
         return self.kinds_limit(self._kinds(devices))
 
     def kinds_limit(self, kinds: Iterable[Device]) -> float:
-        """Bytes that a device of any of these kinds may hold, inf for any number."""
+        """Return the bytes that a device of any of these kinds may hold; inf if unlimited."""
         limits = [self.memory_limit, *(kind.memory_bytes for kind in kinds)]
         return min((float(limit) for limit in limits if limit is not None), default=inf)
 
     def fits_someone(self, size: int, replicas: int) -> bool:
-        """Whether a replica's share can be costed."""
+        """Return whether the chain has costs for a replica's share of a micro-batch of `size` samples."""
         return self.chain.reaches(divide_batch(size, replicas), past_largest=self.past_largest)
 
     def least_work(
         self, size: int, *, recompute: bool = False, first_share: float, splits: bool = False
     ) -> Floats:
-        """(layers,): seconds of so many samples, forward (twice with `recompute`) and backward, on the device
-        that is fastest for each layer; `first_share` and `splits` as of `least_backward`."""
-        return self.least(size, lambda own: layer_work(own, first_share, recompute=recompute, splits=splits))
+        """Return the forward and backward seconds of each layer on the device that is fastest for it.
+
+        Args:
+            size: Samples of the micro-batch on one device.
+            recompute: Whether the forward runs twice.
+            first_share: Share of the backwards that are the first of a step, see `least_backward`.
+            splits: Whether a backward may be two actions, see `least_backward`.
+
+        Returns:
+            (layers,) seconds.
+        """
+        return self.least(
+            size, lambda layers: layer_work(layers, first_share, recompute=recompute, splits=splits)
+        )
 
     def least_forward(self, size: int) -> Floats:
-        """(layers,): forward seconds of so many samples on the device that is fastest for each layer."""
-        return self.least(size, lambda own: own.forward_seconds)
+        """Return (layers,) forward seconds of `size` samples, each on the fastest device for the layer."""
+        return self.least(size, lambda costs: costs.forward_seconds)
 
     def least(self, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
-        """(layers,): such seconds of so many samples on the device that is fastest for each layer."""
+        """Return (layers,) `seconds` of `size` samples, each on the fastest device for the layer."""
         least: Floats = np.minimum.reduce([self.on(kind, size, seconds) for kind in self.topology.kinds])
         return least
 
     def on(self, kind: Device, size: int, seconds: Callable[[LayerCosts], Floats]) -> Floats:
-        """(layers,): such seconds of so many samples on a kind of device."""
+        """Return (layers,) `seconds` of `size` samples on one kind of device."""
         return seconds(self.kind_table(kind, size).costs) * kind.seconds_scale
 
     def cheapest_work(
@@ -232,8 +275,21 @@ class Space:
         first_share: float,
         splits: bool = False,
     ) -> Floats | None:
-        """(layers,): `least_work` of a micro-batch on all replicas together, of these numbers of replicas the
-        one with which each layer takes least; None where none can be costed."""
+        """Return the least device seconds of a micro-batch by layer, over numbers of replicas.
+
+        The seconds of all replicas are added up, so that the sum over layers divided by the devices is a
+        valid share of a device's work.
+
+        Args:
+            size: Samples of a micro-batch on all replicas together.
+            counts: Allowed numbers of replicas.
+            recompute: Whether the forward runs twice.
+            first_share: See `least_work`.
+            splits: See `least_work`.
+
+        Returns:
+            (layers,) seconds; None if no number of replicas has known costs.
+        """
         fitting = [n for n in counts if n <= size and self.fits_someone(size, n)]
         works = [
             n
@@ -247,26 +303,37 @@ class Space:
     def least_launch_seconds(
         self, size: int, counts: Iterable[int], devices: int, *, recompute: bool
     ) -> tuple[float, float]:
-        """Host seconds of a micro-batch, with the number of replicas, of these, that makes each layer least:
-        of the host that launches most, at the least, on so many devices; and of the layer that takes longest.
-        0 where no number can be costed."""
+        """Return the least host seconds for the launches of a micro-batch.
+
+        Each layer is counted with the number of replicas that makes it cheapest.
+
+        Args:
+            size: Samples of a micro-batch on all replicas together.
+            counts: Allowed numbers of replicas.
+            devices: Number of devices, which limits the number of hosts.
+            recompute: Whether the forward is launched twice.
+
+        Returns:
+            Least seconds of the busiest host, and seconds of the most expensive layer. Both are 0 if no
+            number of replicas has known costs.
+        """
         fitting = [count for count in counts if count <= size and self.fits_someone(size, count)]
         tables = [self.table(divide_batch(size, count)).costs for count in fitting]
         if not tables:
             return 0.0, 0.0
-        forward = np.minimum.reduce([own.forward_host_seconds for own in tables])
-        each = np.minimum.reduce(
-            [(1 + recompute) * own.forward_host_seconds + own.backward_host_seconds for own in tables]
+        forward = np.minimum.reduce([costs.forward_host_seconds for costs in tables])
+        both = np.minimum.reduce(
+            [(1 + recompute) * costs.forward_host_seconds + costs.backward_host_seconds for costs in tables]
         )
         hosts = max(devices // min(fitting), 1)
         if not self.one_process:
-            return float(each.sum()) / hosts, float(each.max())
-        # Forwards one after another, and backwards on the threads of the devices.
-        busiest = forward.sum() + max(float((each - forward).sum()) / hosts, recompute * float(forward.sum()))
-        return float(busiest), float(each.max())
+            return float(both.sum()) / hosts, float(both.max())
+        # One process launches all forwards in sequence; each device has a thread for its backwards.
+        busiest = forward.sum() + max(float((both - forward).sum()) / hosts, recompute * float(forward.sum()))
+        return float(busiest), float(both.max())
 
     def replica_group(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
-        """What stages cost on these devices, which share micro-batches of `size` samples."""
+        """Return the costs of all stages on these devices, which share micro-batches of `size` samples."""
         devices = tuple(devices)
         run = self._run(devices)
         if run not in self._joined:
@@ -277,8 +344,11 @@ class Space:
         return self._group_costs[key]
 
     def _run(self, devices: tuple[int, ...]) -> tuple[object, ...]:
-        """What tells devices apart: runs of one length that begin at the same place of a node are the same
-        where nodes are."""
+        """Return a key that is equal for device groups with equal costs.
+
+        If all devices and links are alike, runs of equal length that begin at the same slot of a node cost
+        the same.
+        """
         first, count = devices[0], len(devices)
         if self._single_kind and self.routes.alike and devices == tuple(range(first, first + count)):
             return "run", first % self.topology.gpus_per_node, count
@@ -299,7 +369,7 @@ class Space:
         timed = [(self.kind_table(kind, per_replica_batch), kind.seconds_scale) for kind in kinds]
         exchange = ReplicaExchange(self.topology, devices, self.number_bytes, self.zero)
         forward, backward, first = (
-            [stage_figure(own, name, scale, exchange) for own, scale in timed]
+            [stage_figure(costs, name, scale, exchange) for costs, scale in timed]
             for name in ("forward", "backward", "first_backward")
         )
         longest = np.maximum.reduce(backward)
@@ -336,31 +406,46 @@ class Space:
         )
 
     def least_tied(self, table: StageTable, replicas: int) -> Floats | float:
-        """`least_seconds_after` of the stages of a table."""
+        """Return `least_seconds_after` of all stages of a table on `replicas` devices each."""
         return least_seconds_after(
             self.chain.tied, table.cut_points, self.topology, self.number_bytes, replicas
         )
 
     def kind_table(self, kind: Device, size: float) -> StageTable:
+        """Return the costs of all stages at `size` samples on one kind of device, before its `seconds_scale`.
+
+        Raises:
+            UsageError: The topology names a profile for this kind that was not given.
+        """
         if kind.profile is None:
             return self.table(size)
         if kind.profile not in self.profiles:
             raise UsageError(
-                f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
-                "Give that profile, or the device's speed relative to the profiled one.",
+                f"the topology names the profile {kind.profile} for {kind.name}, which was not given",
+                "Give that profile, or state the device's speed relative to the profiled one.",
             )
         return self._table(kind.profile, self.profiles[kind.profile], size, past_largest=True)
 
 
 def narrow_space(space: Space, ends: Sequence[int]) -> Space:
-    """The space with no other cuts than those of one plan, given as the layers before them."""
+    """Return the space with only the cuts of one plan.
+
+    Args:
+        space: The full space.
+        ends: By stage, the number of layers up to its end.
+    """
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)
     cut_after[np.array(ends[:-1], dtype=np.int64) - 1] = True
     return with_cuts(space, cut_after)
 
 
 def with_cuts(space: Space, cut_after: npt.NDArray[np.bool_]) -> Space:
-    """The same space with other allowed cuts."""
+    """Return the same space with other allowed cuts.
+
+    Args:
+        space: The full space.
+        cut_after: (layers,) mask of the layers after which a cut is allowed.
+    """
     chain = replace(space.chain, cut_after=cut_after)
-    profiles = {name: replace(own, cut_after=cut_after) for name, own in space.profiles.items()}
+    profiles = {name: replace(layers, cut_after=cut_after) for name, layers in space.profiles.items()}
     return replace(space, chain=chain, profiles=profiles)

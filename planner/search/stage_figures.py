@@ -1,8 +1,9 @@
-"""Least costs of every stage on any devices of a kind: what the bound is made from.
+"""Least costs of every stage on any devices of a kind, from which the memory bound is built.
 
-Numbers of replicas with the same share of a micro-batch cost the same, so the fewest of them stand for all;
-of very many shares neighbours are taken together, with the least of each figure of a layer. Transfers leave
-by the ports of all levels at once, all-reduces send what any must send through the ports of a node.
+Numbers of replicas with the same share of a micro-batch cost the same, so the fewest of them stand for all.
+If there are very many shares, neighbours are merged with the least of each layer's figures. Transfers leave
+by the ports of all levels at once. An all-reduce sends what any all-reduce must send through the ports of a
+node.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from .space import Space, divide_batch
 from .stage_recompute import stage_modes
 
 LEAST_SHARES, MOST_ENTRIES = 48, 2e5
-"""Replica shares that are told apart, at least; and stages of all shares, where there may be more."""
+"""Least number of replica shares that stay separate, and most stages over all shares if there are more."""
 
 
 @dataclass(frozen=True)
 class ReplicaRange:
-    """Numbers of replicas from `fewest` to `most`, and the samples that a replica computes with them."""
+    """Numbers of replicas from `fewest` to `most`, and the samples per replica with each of them."""
 
     fewest: int
     most: int
@@ -43,14 +44,28 @@ class ReplicaRange:
 
 @dataclass(frozen=True, eq=False)
 class StageFigures:
-    """Least costs of stages. A *choice* is a kind of device and numbers of replicas.
+    """Least costs of stages by *choice*: a kind of device and a range of numbers of replicas.
 
-    By kind: `devices`, and `speed` relative to the fastest. By choice: `kind` and `replicas`, the fewest
-    devices. By stage, sorted by start and end: `choice`; `start` and `end`, places of `cut_points`; seconds
-    of a micro-batch `forward`, `backward` without recomputation, `accumulation` the part of it that the first
-    of a step does not take, `exposed_allreduce`, `launches` of its host without recomputation (0 where one
-    process launches for all stages), `cut` of the transfer to the next stage; `room`: by mode of
-    recomputation, how many micro-batches may be in flight.
+    Arrays over stages are sorted by start and end. Seconds are those of one micro-batch.
+
+    Attributes:
+        choices: The choices.
+        kinds: Kinds of devices.
+        devices: (kinds,) number of devices.
+        speed: (kinds,) speed relative to the fastest.
+        kind: (choices,) kind of device.
+        replicas: (choices,) fewest replicas.
+        cut_points: Numbers of layers before each cut point.
+        choice: (stages,) choice.
+        start: (stages,) cut point where the stage begins.
+        end: (stages,) cut point where it ends.
+        forward: (stages,) forward seconds.
+        backward: (stages,) backward seconds without recomputation.
+        accumulation: (stages,) seconds that the first backward of a step saves.
+        exposed_allreduce: (stages,) seconds of the all-reduce after the last backward.
+        launches: (stages,) host seconds without recomputation; 0 if one process launches for all stages.
+        cut: (stages,) seconds of the transfer to the next stage.
+        room: By recomputation mode, (stages,) micro-batches that may be in flight.
     """
 
     choices: Sequence[Choice]
@@ -73,17 +88,25 @@ class StageFigures:
 
 
 def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigures | None:
-    """The stages of a family that a plan below `limit` seconds may have; None where no number of replicas can
-    be costed."""
+    """Return the least costs of the stages that a plan below `limit` seconds may have.
+
+    Args:
+        space: Costs and limits.
+        family: Configuration and devices, whose bound the figures serve.
+        limit: Seconds of the best known step.
+
+    Returns:
+        The figures; None if no number of replicas has known costs.
+    """
     kinds, devices, speed, choices = list_choices(space, family)
     if not choices:
         return None
     config = family.config
-    # Of a step at least M - 1 micro-batches of a stage take x each.
+    # At least M - 1 micro-batches of a stage take x seconds each within a step.
     longest = limit / (config.micro_batches - 1) if config.micro_batches > 1 else inf
-    columns = [one.all_columns(longest) for one in choices]
-    together = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
-    choice = np.repeat(np.arange(len(columns)), [len(one["start"]) for one in columns])
+    columns = [column.all_columns(longest) for column in choices]
+    together = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+    choice = np.repeat(np.arange(len(columns)), [len(column["start"]) for column in columns])
     order = np.lexsort((choice, together["end"], together["start"]))
     together = {name: values[order] for name, values in together.items()}
     return StageFigures(
@@ -91,8 +114,8 @@ def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigur
         kinds=kinds,
         devices=devices,
         speed=speed,
-        kind=np.array([one.place for one in choices]),
-        replicas=np.array([one.counts.fewest for one in choices]),
+        kind=np.array([column.place for column in choices]),
+        replicas=np.array([column.counts.fewest for column in choices]),
         cut_points=choices[0].cut_points,
         choice=choice[order],
         room={mode: together.pop(mode) for mode in stage_modes(config)},
@@ -101,8 +124,11 @@ def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigur
 
 
 def list_choices(space: Space, family: Family) -> tuple[tuple[Device, ...], Floats, Floats, list[Choice]]:
-    """The kinds of a family's devices, by kind how many there are and their speed relative to the fastest;
-    and the choices of a stage, those on one kind in a row."""
+    """Return the kinds of a family's devices and the choices of a stage.
+
+    Returns:
+        Kinds, (kinds,) number of devices, (kinds,) speed relative to the fastest, and choices sorted by kind.
+    """
     numbers_by_kind = space.topology.count_kinds(family.placement.ranks)
     kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
     counts, config = list(replica_counts(space, family)), family.config
@@ -112,22 +138,31 @@ def list_choices(space: Space, family: Family) -> tuple[tuple[Device, ...], Floa
             kind,
             place,
             kinds,
-            each,
+            replica_range,
             config.micro_batch_size,
             stage_modes(config),
             splits_backward(config),
         )
         for place, kind in enumerate(kinds)
-        for each in counts
-        if each.fewest <= _as_fast(kind, kinds, numbers)
+        for replica_range in counts
+        if replica_range.fewest <= _as_fast(kind, kinds, numbers)
     ]
     return kinds, np.array(numbers, dtype=np.float64), _speeds(kinds), choices
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Stages on numbers of replicas of a kind of device, of those with the least costs; `place` of the kind
-    among all `kinds`."""
+    """Stages on a kind of device and a range of numbers of replicas, with the least costs of these.
+
+    Attributes:
+        space: Costs and limits.
+        kind: Kind of the slowest device of a stage.
+        place: Index of the kind.
+        kinds: All kinds.
+        counts: Numbers of replicas.
+        size: Samples of a micro-batch.
+        modes: Recomputation modes, cheapest first.
+    """
 
     space: Space
     kind: Device
@@ -137,16 +172,17 @@ class Choice:
     size: int
     modes: tuple[Recompute, ...]
     splits: bool = False
-    """A backward may be two actions: it takes the less of the whole and its parts."""
+    """Whether a backward may be two actions. It then costs the smaller of the whole and the sum of its
+    parts."""
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        """Places of cuts, with both ends of the chain."""
+        """Numbers of layers before each cut point, both ends of the chain included."""
         return tuple(list_cut_points(self.space.chain))
 
     @cached_property
     def seconds(self) -> StageTable:
-        """Its seconds, before the kind's scale."""
+        """Least seconds of all stages, before the kind's scale."""
 
         def table(batch: int) -> StageTable:
             whole = self.space.kind_table(self.kind, batch)
@@ -159,22 +195,24 @@ class Choice:
 
     @cached_property
     def table(self) -> StageTable:
-        """Its bytes and launches."""
+        """Least bytes and launch seconds of all stages."""
         return _least_table(self.counts.per_replica_batches, self.space.table)
 
     @property
     def ledger(self) -> LedgerOptions:
-        """What the kind adds to every ledger, with the least context of all: it may share a stage with
-        others."""
-        first, *others = (
+        """Options of the memory ledger for the kind, with the least context of all kinds.
+
+        A stage may have devices of several kinds, so the least context is counted.
+        """
+        first, *rest = (
             ledger_options(kind, self.space.dtype, self.space.number_bytes, self.space.zero)
             for kind in (self.kind, *self.kinds)
         )
-        return {**first, "context_bytes": min(other["context_bytes"] for other in others)}
+        return {**first, "context_bytes": min(options["context_bytes"] for options in rest)}
 
     @cached_property
     def _slowest_backward(self) -> Floats:
-        """(layers,): backward seconds of a replica, at most."""
+        """(layers,) most backward seconds of a replica."""
         slowest: Floats = np.maximum.reduce(
             [
                 self.space.kind_table(kind, batch).costs.backward_seconds * kind.seconds_scale
@@ -185,28 +223,39 @@ class Choice:
         return slowest
 
     def least_exposed(self) -> Floats:
-        """(layers,): terms whose sum over a stage is a lower bound on its exposed all-reduce, if positive: no
-        more of it is hidden than the backward takes."""
+        """Return (layers,) seconds whose sum over a stage is a lower bound on its exposed all-reduce.
+
+        The backward hides at most its own seconds of the all-reduce. A negative sum means no bound.
+        """
         sent = self.space.gradients(self.table.costs.trainable_bytes)
         pace = all_reduce_pace(self.space.topology, self.counts.fewest)
         exposed: Floats = sent * pace - self._slowest_backward
         return exposed
 
     def exposed_allreduce(self, per_node: int | None = None) -> Floats:
-        """(cut points, cut points): lower bound on the exposed all-reduce of stages with at most `per_node`
-        replicas in a node."""
+        """Return a lower bound on the exposed all-reduce of all stages.
+
+        Args:
+            per_node: Most replicas of a stage in one node. None for no limit.
+
+        Returns:
+            (cut points, cut points) seconds.
+        """
         table, fewest = self.table, self.counts.fewest
         exposed = exposed_exchange(self.space, fewest, table, self._slowest_backward, per_node)
         return exposed + self.space.least_tied(table, fewest)
 
     def launches(self) -> Floats:
-        """(layers,): seconds of the host for a micro-batch, without recomputation."""
+        """Return (layers,) host seconds of a micro-batch, without recomputation."""
         costs = self.table.costs
         launches: Floats = costs.forward_host_seconds + costs.backward_host_seconds
         return launches
 
     def _group(self) -> ReplicaGroupCosts:
-        """The tables as of a replica group; its replicas are the most, of which each needs least memory."""
+        """Return the tables as a replica group, for a lower bound on seconds and bytes.
+
+        Its replicas are the most of the range: with more replicas, each needs less memory.
+        """
         scale = self.kind.seconds_scale
         return ReplicaGroupCosts(
             table=self.table,
@@ -223,7 +272,7 @@ class Choice:
         )
 
     def all_columns(self, longest: float) -> dict[str, npt.NDArray[Any]]:
-        """All stages that take no longer than `longest` seconds."""
+        """Return the figures of all stages that take at most `longest` seconds for a micro-batch."""
         group = self._group()
         first = group.backward - group.accumulation
         start, end = at = np.nonzero(self.space.usable & (group.forward + first <= longest))
@@ -243,57 +292,62 @@ class Choice:
 
 
 def _speeds(kinds: Sequence[Device]) -> Floats:
-    """(kinds,): relative to the fastest; 1 where a kind was profiled itself."""
+    """Return (kinds,) speeds relative to the fastest; 1 if a kind has its own profile."""
     speeds = np.array([kind.speed for kind in kinds])
     return np.ones(len(kinds)) if any(kind.profile is not None for kind in kinds) else speeds / speeds.max()
 
 
 def replica_counts(space: Space, family: Family) -> Iterator[ReplicaRange]:
-    """The numbers of replicas that stages may have, those with the same share together."""
+    """Yield the numbers of replicas that stages may have, grouped by share of a micro-batch."""
     size, devices = family.config.micro_batch_size, len(family.placement.ranks)
     most, counts = min(size, devices), bounded_counts(family)
-    after = [count - 1 for count in counts[1:]] + [most]
-    each = zip(counts, after if family.any_count else counts, strict=True)
-    own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
+    last_counts = [count - 1 for count in counts[1:]] + [most]
+    pairs = zip(counts, last_counts if family.any_count else counts, strict=True)
+    shares = [(low, high) for low, high in pairs if high <= most and space.fits_someone(size, low)]
     groups = max(LEAST_SHARES, MOST_ENTRIES / (space.chain.max_stages + 1) ** 2)
-    for group in _group_sizes(own, int(groups)):
+    for group in _group_sizes(shares, int(groups)):
         yield ReplicaRange(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
 
 
-def _group_sizes(own: Sequence[tuple[int, int]], most: int) -> list[Sequence[tuple[int, int]]]:
-    """The first half of `most` groups alone, the others with their neighbours."""
-    if len(own) <= most:
-        return [[each] for each in own]
+def _group_sizes(ranges: Sequence[tuple[int, int]], most: int) -> list[Sequence[tuple[int, int]]]:
+    """Return at most `most` groups of ranges: half of them single, the rest merged with neighbours."""
+    if len(ranges) <= most:
+        return [[single_range] for single_range in ranges]
     single = most // 2
-    ends = np.geomspace(single, len(own), most - single + 1).round().astype(int)
+    ends = np.geomspace(single, len(ranges), most - single + 1).round().astype(int)
     bounds = sorted({*range(single), *ends.tolist()})
-    return [own[start:end] for start, end in pairwise(bounds)]
+    return [ranges[start:end] for start, end in pairwise(bounds)]
 
 
 def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
-    """Devices of a stage whose slowest is of the kind: no more than there are as fast ones. Kinds that were
-    profiled themselves may be slower for some layers and faster for others."""
-    if any(other.profile is not None for other in kinds):
+    """Return the most devices of a stage whose slowest device is of the kind: all that are as fast.
+
+    Kinds with their own profiles may be slower for some layers and faster for others, so all devices count.
+    """
+    if any(candidate.profile is not None for candidate in kinds):
         return sum(numbers)
-    return sum(n for other, n in zip(kinds, numbers, strict=True) if other.speed >= kind.speed)
+    return sum(n for candidate, n in zip(kinds, numbers, strict=True) if candidate.speed >= kind.speed)
 
 
 def _least_table(sizes: Sequence[int], table: Callable[[int], StageTable]) -> StageTable:
-    """The table of several micro-batch sizes together, with the least of every figure of a layer."""
+    """Return one table with the least of every layer's figures over several micro-batch sizes."""
     tables = [table(size) for size in sizes]
     if len(tables) == 1:
         return tables[0]
-    return StageTable(reduce(_smaller, (one.costs for one in tables)), tables[0].cut_points)
+    return StageTable(reduce(_smaller, (stage_table.costs for stage_table in tables)), tables[0].cut_points)
 
 
 def _smaller(one: LayerCosts, other: LayerCosts) -> LayerCosts:
+    """Return layer costs with the smaller of each figure."""
     least = {name: np.minimum(getattr(one, name), getattr(other, name)) for name in MEASURED}
     return replace(one, input_bytes=min(one.input_bytes, other.input_bytes), **least)
 
 
 def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
-    """(cut points,): the fastest transfer of a replica's share. A stage that follows with fewer replicas has
-    a larger share to take."""
+    """Return (cut points,) seconds of the fastest transfer of a replica's share.
+
+    A next stage with fewer replicas has larger shares to receive, which takes longer.
+    """
     bandwidth, latency = fastest_transfer(topology)
     seconds = table.crossing / bandwidth
     seconds[1:-1] += latency
@@ -302,7 +356,7 @@ def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
 
 
 def spread_cuts(space: Space, places: int) -> npt.NDArray[np.bool_]:
-    """Cuts at about equal distances in seconds, and those that are asked for."""
+    """Return a mask of cuts at about equal distances in seconds, with those that the options require."""
     costs, allowed = space.chain.at(space.chain.sizes[-1]), np.flatnonzero(space.chain.cut_after[:-1])
     cuts = np.zeros(len(space.chain), dtype=np.bool_)
     cuts[even_cuts(costs.forward_seconds + costs.backward_seconds, allowed, places - 1)] = True
@@ -327,11 +381,11 @@ def even_cuts(work: Floats, allowed: Indices, parts: int) -> Indices:
 
 
 def _between_pins(space: Space, allowed: Indices) -> list[int]:
-    """Allowed cuts, as many between pinned layers as lie between their stages."""
-    cuts, before, stage = list[int](), 0, 0
+    """Return as many allowed cuts between pinned layers as the difference of their stages requires."""
+    cuts, first_layer, stage = list[int](), 0, 0
     for layer, pinned in sorted(space.limits.pins):
-        between = allowed[(allowed >= before) & (allowed < layer)]
+        between = allowed[(allowed >= first_layer) & (allowed < layer)]
         count = min(pinned - stage, len(between))
         cuts += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
-        before, stage = layer, pinned
+        first_layer, stage = layer, pinned
     return cuts

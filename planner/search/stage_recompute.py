@@ -1,4 +1,4 @@
-"""What the stages of a pipeline recompute: the cheapest way in which each fits."""
+"""Recomputation of the stages of a pipeline: the cheapest mode with which each stage fits."""
 
 from __future__ import annotations
 
@@ -14,50 +14,74 @@ from .replica_group import ReplicaGroupCosts
 from .space import Space
 
 OFFLOADS = -1
-"""Instead of the cut point up to which a stage runs forward again: it offloads."""
+"""Value of `recompute_end` for a stage that offloads its activations instead of recomputing them."""
 
 
 def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
-    """The ways in which a whole stage may recompute, the cheapest first; it may offload besides, where the
-    configuration says so."""
+    """Return the modes in which whole stages may recompute, cheapest first.
+
+    `offload` comes in addition if the configuration allows it.
+    """
     return ("never", "always") if config.recompute in ("by_stage", *UNPROPOSED) else (config.recompute,)
 
 
-def stage_word(
-    config: PipelineConfig, cut_points: Sequence[int], start: int, again: int, end: int
+def name_recompute(
+    config: PipelineConfig, cut_points: Sequence[int], start: int, recompute_end: int, end: int
 ) -> Recompute:
-    """What a stage between two cut points recomputes that runs again what lies before a third, or
-    `OFFLOADS`."""
+    """Return the recomputation mode of a stage.
+
+    Args:
+        config: Configuration, which fixes the mode or leaves it to the stages.
+        cut_points: Numbers of layers before each cut point.
+        start: Cut point where the stage begins.
+        recompute_end: Cut point up to which its forward is recomputed, or `OFFLOADS`.
+        end: Cut point where the stage ends.
+    """
     if config.recompute not in ("by_stage", *UNPROPOSED):
         return config.recompute
-    if again == OFFLOADS:
+    if recompute_end == OFFLOADS:
         return OFFLOAD
-    if again in (start, end):
-        return "never" if again == start else "always"
-    return first_layers_word(cut_points[again] - cut_points[start])
+    if recompute_end in (start, end):
+        return "never" if recompute_end == start else "always"
+    return first_layers_word(cut_points[recompute_end] - cut_points[start])
 
 
 def cheapest_mode(
     group: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
 ) -> Recompute | None:
-    """How a stage between two cut points recomputes so that it fits; None where it does not."""
+    """Return the cheapest recomputation with which a stage fits.
+
+    Args:
+        group: Costs of all stages on the devices.
+        config: Configuration of the pipeline.
+        i: Cut point where the stage begins.
+        j: Cut point where the stage ends.
+        in_flight: Micro-batches in flight.
+
+    Returns:
+        The mode; None if the stage fits with none.
+    """
     offloads = config.recompute == OFFLOAD and in_flight <= group.most_in_flight(OFFLOAD)[i, j]
     for mode in stage_modes(config):
         if mode == "always" and offloads and 2 * group.copy_seconds[i, j] < group.forward[i, j]:
             break
         if mode == "always" and config.recompute == FIRST_LAYERS:
             places = np.arange(i + 1, j)
-            room = group.room(mode, np.full(len(places), i), np.full(len(places), j), again=places)
+            room = group.room(mode, np.full(len(places), i), np.full(len(places), j), recompute_end=places)
             fitting = places[in_flight <= room]
             if len(fitting):
-                return stage_word(config, group.table.cut_points, i, int(fitting[0]), j)
+                return name_recompute(config, group.table.cut_points, i, int(fitting[0]), j)
         if in_flight <= group.most_in_flight(mode)[i, j]:
             return mode
     return OFFLOAD if offloads else None
 
 
 def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
-    """By stage, what recomputes in a linear pipeline; None where it does not fit, or a stage may not be."""
+    """Return the recomputation mode of each stage of a linear pipeline.
+
+    Returns:
+        Modes by stage; None if a stage does not fit or is not allowed.
+    """
     config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
     schedule, stages, modes = find_schedule(config.schedule), len(proposal.ends), []
     for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
@@ -81,7 +105,7 @@ def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | No
 
 
 def repeat_end(cut_points: Sequence[int], start: int, end: int, mode: Recompute) -> int:
-    """The cut point up to which a stage runs forward again; its start, where it does not."""
+    """Return the cut point up to which a stage recomputes its forward; its start if nothing is recomputed."""
     first = count_first_layers(mode)
     if first is not None:
         return cut_points.index(cut_points[start] + first)

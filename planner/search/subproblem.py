@@ -1,4 +1,4 @@
-"""The plans of one configuration on one order of the devices: bounds, and extension stage by stage."""
+"""Plans of one configuration on one order of the devices: bounds and extension stage by stage."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from .pipelines import LAUNCHES, Pipelines, build_pipelines, find_routes
 from .placements import DeviceRanges, StagesBefore
 from .space import Space
 from .stage_choices import GroupChoices, StageChoices, list_stage_choices
-from .stage_recompute import stage_word
+from .stage_recompute import name_recompute
 
 BEAM = 32
+"""Unfinished plans that the beam search for a first plan keeps."""
 CHUNK = 1_024
-"""Unfinished plans that are extended side by side."""
+"""Unfinished plans that are extended together as arrays."""
 A_ROOT = 30
-"""Of counted work: a stage on a run of devices in the bound of a number of stages."""
+"""Counted work of a (stage, run of devices) pair in the root bound of one number of stages."""
 BATCH = 64
-"""Whole plans that are simulated side by side."""
+"""Most whole plans that are simulated together as arrays."""
 
 Bound = RoundTripBound | GPipeBound
 BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripBound, "gpipe": GPipeBound}
@@ -38,21 +39,38 @@ BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripB
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Plans of so many stages, of which `remaining` are missing, and their bounds, the lowest first."""
+    """Unfinished plans with equal numbers of stages, and their bounds in seconds, lowest first.
+
+    Attributes:
+        plans: The plans.
+        bounds: (plans,) bounds.
+        stages: Number of stages of the complete plans.
+        remaining: Number of stages that are missing.
+    """
 
     plans: PartialPlans
     bounds: Floats
     stages: int
     remaining: int
     batch: int = 1
-    """Of whole plans: how many are simulated next. The first is often the best, and excludes the others."""
+    """Number of complete plans to simulate next. It begins with 1, because the first is often the best."""
 
     def __len__(self) -> int:
+        """Return the number of plans."""
         return len(self.bounds)
 
 
 class Subproblem:
-    """The plans of one family, by number of stages."""
+    """Plans of one family, by number of stages.
+
+    Args:
+        space: Costs and limits.
+        family: Configuration on an order of the devices.
+        counts: Numbers of stages.
+        ranges: Runs or sets of devices.
+        work: Budget of the search.
+        bound: Bound on all families. None if it was not computed.
+    """
 
     def __init__(
         self,
@@ -79,12 +97,15 @@ class Subproblem:
 
     @property
     def root(self) -> float:
-        """The bound before searching: the quick one where no better was needed."""
+        """Bound in seconds before searching: the quick one if no better one was needed."""
         return max(self.quick_bound, min(self.roots.values(), default=-np.inf))
 
     def may_improve(self, limit: float) -> bool:
-        """Whether there may be plans below `limit`. Makes the options and the bounds of all stage counts when
-        they are first needed, and forgets the options where they are needed no more."""
+        """Return whether plans below `limit` seconds may exist, by the bounds.
+
+        Stage choices and root bounds of all stage counts are computed when they are first needed. The choices
+        are dropped when no plan can be below the limit.
+        """
         if self.quick_bound >= limit:
             return False
         if not self.roots:
@@ -95,7 +116,7 @@ class Subproblem:
                 choices, bound = self._bound(limit)
                 for stages in left:
                     possible = choices.groups and stages <= choices.most_stages
-                    # Plans that are slower than this are left out of the options.
+                    # The stage choices leave out plans that are slower than `within`.
                     root = bound.root(stages) if possible else np.inf
                     roots[stages] = min(max(root, roots[stages]), within)
                 self.work.spend(A_ROOT * max(left) * choices.entries)
@@ -106,7 +127,7 @@ class Subproblem:
         return is_open
 
     def _least_sum(self, stages: int, limit: float) -> float:
-        """The bound of `MemoryBound` on plans of so many stages."""
+        """Return the `MemoryBound` on plans of `stages` stages."""
         if self.open_ranges is None:
             return self.quick_bound
         if stages == 1:
@@ -118,22 +139,30 @@ class Subproblem:
         return least if completion is None else max(least, completion.root)
 
     def _completion(self, stages: int, limit: float) -> CompletionBound | None:
-        """The bound on unfinished plans of so many stages; None where there is none."""
+        """Return the bound on unfinished plans of `stages` stages; None if there is none."""
         if self._memory_bound is None:
             return None
         self.work.check()
         return self._memory_bound.completion(self.family, stages, limit)
 
     def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
-        """The options and the bound for plans below `limit`."""
+        """Return the stage choices and the bound for plans below `limit` seconds."""
         if self._choices_and_bound is None:
             choices = list_stage_choices(self.space, self.family.config, self.ranges, _within(limit))
             self._choices_and_bound = choices, BOUNDS[self.family.config.schedule](choices, _within(limit))
         return self._choices_and_bound
 
     def seed(self, limit: float, first: int = 0, last: int | None = None) -> ScoredPlan | None:
-        """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam. Of the
-        numbers of stages only some are tried, from the `first` on, those that may be the fastest first."""
+        """Return a good plan below `limit` seconds, from narrow beam searches.
+
+        Args:
+            limit: Seconds that the plan must be faster than.
+            first: First of the numbers of stages to try, in the order of their `roots`.
+            last: End of the numbers of stages to try. None for all.
+
+        Returns:
+            The plan; None if none was found.
+        """
         best: ScoredPlan | None = None
         if self.may_improve(limit):
             for stages in sorted(self.counts, key=lambda count: self.roots[count])[first:last]:
@@ -145,46 +174,59 @@ class Subproblem:
         return best
 
     def beam(self, stages: int, limit: float) -> ScoredPlan | None:
-        """The best plan of so many stages that is faster than `limit`, of those that a narrow beam keeps."""
+        """Return the best plan of `stages` stages below `limit` seconds that a narrow beam search finds."""
         chunk: Chunk | None = self.start(stages, limit)
         while chunk is not None and chunk.remaining:
             chunk = next(iter(self.extend(chunk, limit, BEAM)), None)
         return None if chunk is None else self.score_chunk(chunk, limit)[0]
 
     def start(self, stages: int, limit: float) -> Chunk:
-        """All plans of so many stages, none of which is chosen yet."""
+        """Return the chunk with the one plan whose stages are all missing."""
         _, bound = self._bound(limit)
         completion = self._completion(stages, limit)
         state = bound.start() | ({} if completion is None else completion.start())
         return Chunk(empty_plans(state), np.array([self.roots[stages]]), stages, stages)
 
     def extend(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
-        """The plans with every further stage whose bound stays below `limit`, the lowest bounds first."""
+        """Extend plans by every possible next stage whose bound stays below `limit` seconds.
+
+        Args:
+            chunk: Plans to extend.
+            limit: Seconds that a plan must be faster than.
+            width: Most plans of a chunk.
+
+        Returns:
+            The extended plans, lowest bounds first.
+        """
         choices, bound = self._bound(limit)
         completion = self._completion(chunk.stages, limit)
         remaining, parts, bounds = chunk.remaining, [], []
         for stage in expansions(choices, chunk.plans, remaining):
             self.work.check()
             state: BoundState = {name: values[stage.parent] for name, values in chunk.plans.state.items()}
-            own, now = bound.extend(state, stage)
+            seconds, now = bound.extend(state, stage)
             if completion is not None:
                 sums, more = completion.extend(state, stage)
-                own, now = np.maximum(own, sums), now | more
-            self.work.extend(len(own))
+                seconds, now = np.maximum(seconds, sums), now | more
+            self.work.extend(len(seconds))
             if remaining == 1:
                 done = (stage.end == choices.last_place) & choices.may_be_done[stage.end_position]
-                own = np.where(done, own, np.inf)
-            rows = np.flatnonzero(own < limit)
+                seconds = np.where(done, seconds, np.inf)
+            rows = np.flatnonzero(seconds < limit)
             if len(rows):
                 parts.append(extend_plans(chunk.plans, stage, now, rows))
-                bounds.append(own[rows])
+                bounds.append(seconds[rows])
         if not parts:
             return []
         plans, lowest = join_plans(parts), np.concatenate(bounds)
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
     def score_chunk(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
-        """The fastest of the first whole plans of a chunk, where it is faster than `limit`, and the rest."""
+        """Simulate the first complete plans of a chunk.
+
+        Returns:
+            The fastest of them if it is below `limit` seconds, and the rest of the chunk.
+        """
         choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
@@ -197,7 +239,7 @@ class Subproblem:
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
 
     def _fastest(self, choices: StageChoices, plans: PartialPlans, limit: float) -> ScoredPlan | None:
-        """Of whole plans, where it is faster than `limit`."""
+        """Return the fastest complete plan if it is below `limit` seconds."""
         pipelines = self._pipelines(choices, plans)
         if self.ranges.any_order:
             return self._fastest_order(choices, plans, pipelines, limit)
@@ -209,19 +251,22 @@ class Subproblem:
     def _fastest_order(
         self, choices: StageChoices, plans: PartialPlans, pipelines: Pipelines, limit: float
     ) -> ScoredPlan | None:
-        """The same with the replicas of the stages in any order: `pipelines` have the fastest transfers of
-        all, which ports only make slower."""
+        """Return the fastest complete plan over all orders of the replicas, if it is below `limit` seconds.
+
+        `pipelines` have the fastest transfer of any order. Shared ports only make a step longer, so their
+        step without sharing excludes slow plans.
+        """
         least, best = pipelines.without_sharing().step_seconds(), None
         for row in np.argsort(least, kind="stable").tolist():
             if least[row] >= limit:
                 break
             plan = self._candidate(choices, plans, row, limit)
             orders = self.ranges.orders(plan.proposal.devices)
-            while some := tuple(islice(orders, BATCH)):
-                proposals = [replace(plan.proposal, devices=devices) for devices in some]
-                own = build_pipelines(self.space, proposals, [plan.recompute] * len(proposals))
-                steps = own.step_seconds(limit)
-                self.work.simulate(len(steps), 2 * own.stages * self.family.config.micro_batches)
+            while batch := tuple(islice(orders, BATCH)):
+                proposals = [replace(plan.proposal, devices=devices) for devices in batch]
+                ordered = build_pipelines(self.space, proposals, [plan.recompute] * len(proposals))
+                steps = ordered.step_seconds(limit)
+                self.work.simulate(len(steps), 2 * ordered.stages * self.family.config.micro_batches)
                 self.work.check()
                 first = int(steps.argmin())
                 if steps[first] < limit:
@@ -230,7 +275,7 @@ class Subproblem:
         return best
 
     def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
-        """Of whole plans."""
+        """Return the costs of complete plans."""
         columns = dict(plans.columns)
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
@@ -241,35 +286,38 @@ class Subproblem:
         return Pipelines(self.family.config, **columns, hosts=self.space.hosts, routes=routes)
 
     def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
-        """Of the stages of a whole plan."""
+        """Return the ranks of each stage of the complete plan in one row."""
         replicas = [choices.groups[group].replicas for group in plans.groups[row].tolist()]
         return self.ranges.devices_at(plans.keys[row].tolist(), replicas)
 
     def _candidate(self, choices: StageChoices, plans: PartialPlans, row: int, step: float) -> ScoredPlan:
+        """Return the plan in one row as a proposal with its recomputation and step seconds."""
         config, cut_points = self.family.config, choices.groups[0].costs.table.cut_points
-        ends_at, again = plans.ends[row].tolist(), plans.again[row].tolist()
-        places = zip([0, *ends_at[:-1]], again, ends_at, strict=True)
-        modes = [stage_word(config, cut_points, *place) for place in places]
+        ends_at, recompute_end = plans.ends[row].tolist(), plans.recompute_end[row].tolist()
+        places = zip([0, *ends_at[:-1]], recompute_end, ends_at, strict=True)
+        modes = [name_recompute(config, cut_points, *place) for place in places]
         ends = tuple(cut_points[end] for end in plans.ends[row])
         proposal = Proposal(config, ends, self._devices(choices, plans, row))
         return ScoredPlan(proposal, tuple(modes), float(step))
 
 
 def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> dict[str, Floats]:
-    """Host seconds of the stages of whole plans, by the names of `Pipelines`."""
+    """Return the host seconds of the stages of complete plans, by the names of `Pipelines`."""
     forward, plain, repeat = (np.zeros(plans.ends.shape) for _ in range(3))
     for number in sorted(set(plans.groups.flat)):
-        table, own = choices.groups[number].costs.table, plans.groups == number
-        forward[own] = table.forward_launch[starts[own], plans.ends[own]]
-        plain[own] = table.backward_launch[starts[own], plans.ends[own]]
-        repeat[own] = table.forward_launch[starts[own], np.maximum(plans.again[own], starts[own])]
+        table, in_group = choices.groups[number].costs.table, plans.groups == number
+        forward[in_group] = table.forward_launch[starts[in_group], plans.ends[in_group]]
+        plain[in_group] = table.backward_launch[starts[in_group], plans.ends[in_group]]
+        repeat[in_group] = table.forward_launch[
+            starts[in_group], np.maximum(plans.recompute_end[in_group], starts[in_group])
+        ]
     return dict(zip(LAUNCHES, (forward, plain + repeat, plain), strict=True))
 
 
 def _chunks(
     plans: PartialPlans, bounds: Floats, stages: int, remaining: int, limit: float, width: int
 ) -> Iterator[Chunk]:
-    """Those below `limit`, so many at a time, the lowest bounds first."""
+    """Yield chunks of at most `width` plans whose bounds are below `limit`, lowest bounds first."""
     order = np.argsort(bounds, kind="stable")
     order = order[: int(np.searchsorted(bounds[order], limit))]
     for start in range(0, len(order), width):
@@ -278,12 +326,20 @@ def _chunks(
 
 
 def _within(limit: float) -> float:
-    """A little more, so that no plan as fast as the best is lost to rounding."""
+    """Return slightly more than `limit`, so that rounding excludes no plan as fast as the best."""
     return limit * (1 + 2 * TIE)
 
 
 def expansions(choices: StageChoices, plans: PartialPlans, remaining: int) -> Iterator[Expansion]:
-    """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
+    """Yield every possible next stage of the plans, one group at a time.
+
+    Each expansion leaves a device and a block for every stage that has to follow.
+
+    Args:
+        choices: Allowed stages.
+        plans: Unfinished plans.
+        remaining: Missing stages, this one included.
+    """
     rows, begins = choices.ranges.starts_from(plans.position)
     first = plans.ends.shape[1] == 0
     for index, group in enumerate(choices.groups):
@@ -307,10 +363,12 @@ def expansions(choices: StageChoices, plans: PartialPlans, remaining: int) -> It
 def _cut(
     choices: StageChoices, plans: PartialPlans, group: GroupChoices, parent: Indices, key: Indices
 ) -> tuple[Floats, Floats]:
-    """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
-    part of both sides."""
-    replicas = np.array([own.replicas for own in choices.groups])
-    tables = np.array([own.costs.table.crossing for own in choices.groups])
+    """Return latency and link seconds of the transfers from the previous stages.
+
+    The sender's and the receiver's share may differ; the larger one decides.
+    """
+    replicas = np.array([stage_group.replicas for stage_group in choices.groups])
+    tables = np.array([stage_group.costs.table.crossing for stage_group in choices.groups])
     before, place = plans.groups[parent, -1], plans.place[parent]
     sent = np.maximum(tables[before, place], group.costs.table.crossing[place])
     earlier = StagesBefore(replicas[before], plans.position[parent], plans.keys[parent, -1])

@@ -94,5 +94,5 @@ def test_where_they_are_not_searched(
 
 
 def test_not_of_many_devices(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    with pytest.raises(UsageError, match="recompute='first_layers' of so many devices or layers"):
+    with pytest.raises(UsageError, match="recompute='first_layers' cannot be searched"):
         find_best_plan(problem_of(make_chain(1, 5), make_topology(66), "first_layers"))

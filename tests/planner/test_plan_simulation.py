@@ -191,7 +191,7 @@ def test_a_device_with_a_profile_of_its_own(chain: Chain, plan: Plan, make_topol
     device = Device("other", None, profile="other.profile.json")
     topology = Topology(tuple(group._replace(device=device) for group in own.groups), own.levels)
     with pytest.raises(
-        UsageError, match=r"other has a profile of its own, other\.profile\.json: it is missing"
+        UsageError, match=r"names the profile other\.profile\.json for other, which was not given"
     ):
         simulate_plan(plan, chain, topology)
 
