@@ -1,6 +1,6 @@
-"""What a plan is compared with: simpler baselines, and the best plans for runtimes that cannot run it.
+"""Comparison plans: simpler baselines, and the best plans for runtimes that cannot run the answer.
 
-All have the same costs and limits as the plan.
+All are computed with the same costs and limits as the answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ from .search.space import divide_batch
 WORK = 3e8
 """Counted work of each search, see `SearchBudget`."""
 CUT_SHORT = "the time limit ended its search"
+"""Reason of an alternative whose search hit the time limit."""
 WORTH, DOUBLINGS = 0.05, 4
-"""Share of the step that larger micro-batches than the profile holds must save, and how often they double."""
+"""Share of the step that larger micro-batches than the profile's must save, and most doublings to try."""
 
 
 def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[PlanRow]:
-    """The best plan for the runtimes of each kind; and, where the schedule was left open, the best
-    interleaved one, which is not searched. None where the plan was asked of a named planner,
-    or the problem is too large to solve it again for each."""
+    """Return the best plan for each kind of runtime, and the best interleaved plan.
+
+    The interleaved plan is listed only if the schedule was left open, because it is not searched. The list is
+    empty if a named planner was asked for, or if the problem is too large to solve it once more per runtime.
+
+    Args:
+        problem: What is asked.
+        answer: The best plan of the problem.
+    """
     if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
     with watching_best(None):
@@ -41,7 +48,7 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[PlanR
 
 
 def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[PlanRow]:
-    """The best plan for the runtimes of each kind. Each search starts from the plans found before it."""
+    """Yield the best plan for each kind of runtime. Each search starts from the plans found so far."""
     plans = [plan for plan in (answer.best, *answer.by_planner.values()) if isinstance(plan, ScoredPlan)]
     for names in _kinds(problem):
         plan, alternative = _for_runtimes(problem, answer, names, plans)
@@ -53,33 +60,38 @@ def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterat
 def _for_runtimes(
     problem: Problem, answer: JointSearchResult, names: list[str], starts: Sequence[ScoredPlan]
 ) -> tuple[ScoredPlan | None, PlanRow | None]:
-    """The best plan of runtimes that allow the same plans, as it was found and on devices in rank order."""
-    own = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
-    if own is None or not own.families:
+    """Return the best plan of runtimes that allow the same plans, as searched and as a row in rank order."""
+    runtime_problem = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
+    if runtime_problem is None or not runtime_problem.families:
         return None, None
-    # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
-    # Fused steps need less memory: then further plans may fit.
-    same_runtime = problem.options.runtime in (None, names[0]) and own.precision == problem.precision
-    answers = same_runtime and _answers(own, answer)
-    result = answer.result if answers else run_search(own, _starts(own, starts), WORK)
-    plan = None if result.best is None else _in_rank_order(own, result.best)
+    # The proof of the answer holds for its runtime and precision only. A fused optimizer step needs less
+    # memory, so that other plans may fit.
+    same_runtime = (
+        problem.options.runtime in (None, names[0]) and runtime_problem.precision == problem.precision
+    )
+    answers = same_runtime and _answers(runtime_problem, answer)
+    result = answer.result if answers else run_search(runtime_problem, _starts(runtime_problem, starts), WORK)
+    plan = None if result.best is None else _in_rank_order(runtime_problem, result.best)
     if plan is None:
         return result.best, None
     exact = result.exact and plan == result.best
-    reason = CUT_SHORT if own.budget.over and not result.exact else ""
-    return result.best, _alternative(own, plan, names, exact=exact, reason=reason)
+    reason = CUT_SHORT if runtime_problem.budget.over and not result.exact else ""
+    return result.best, _alternative(runtime_problem, plan, names, exact=exact, reason=reason)
 
 
 def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-    """The fastest of some plans, as the problem's runtime runs them; and its baselines, if that plan leaves
-    devices idle."""
+    """Return plans to start the search of a runtime from.
+
+    The fastest of `plans`, as the problem's runtime runs them; and the baselines if that plan leaves devices
+    idle.
+    """
     proposals = [
         replace(plan.proposal, config=replace(plan.config, recompute=mode), devices=_in_order(plan))
         for plan in sorted(plans, key=lambda plan: plan.step_seconds)
         for mode in problem.modes(plan.config.schedule)
         if plan.config.virtual_stages == 1 and plan.config.schedule in SEARCHED
     ]
-    best = fastest(problem.space, [one for one in proposals if problem.allows(one)])
+    best = fastest(problem.space, [proposal for proposal in proposals if problem.allows(proposal)])
     if best is not None and best.proposal.device_count == problem.usable_gpus:
         return [best]
     starts = [best, *(plan_with(find_planner(name), problem) for name in BASELINES)]
@@ -87,8 +99,11 @@ def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
 
 
 def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
-    """The plan on the devices from rank 0 on, as a runtime gives them to its stages: one that was found with
-    devices left free between its stages takes another time there, and may not fit."""
+    """Return the plan on devices from rank 0 on, as a runtime assigns them to its stages.
+
+    A plan that leaves devices free between its stages has another step there, and may not fit. None if it
+    does not fit.
+    """
     devices = _in_order(best)
     if best.config.virtual_stages > 1 or best.proposal.devices == devices:
         return best
@@ -96,7 +111,10 @@ def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
 
 
 def _schedule(problem: Problem, runtime: Runtime) -> str:
-    """Of several that are searched, auto; of one, that one: the others are not proven."""
+    """Return the schedule option for a runtime: its only searched schedule, or auto if it has several.
+
+    Schedules that are not searched have no proof.
+    """
     if problem.options.schedule != "auto":
         return problem.options.schedule
     names = [name for name in SEARCHED if name in runtime.schedules]
@@ -104,8 +122,11 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
 
 
 def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[PlanRow]:
-    """The plan of the planner of that name, where the schedule was left open and it fits: no answer, as it is
-    not searched. Runtimes that hold the same for it are together."""
+    """Yield the plan of the planner `interleaved` for the runtimes that can run it.
+
+    It is yielded if the schedule was left open and the plan fits. It is a proposal and not searched. Runtimes
+    with the same memory needs share a row.
+    """
     if answer.best is None or INTERLEAVED in problem.schedules or problem.budget.over:
         return
     plan = plan_with(find_planner(INTERLEAVED), problem_for_planner(INTERLEAVED, problem))
@@ -121,16 +142,16 @@ def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> It
         ):
             kinds.setdefault((runtime.receives_ahead, step_kernels(problem.device, name)), []).append(name)
     for names in kinds.values():
-        own = _for_runtime(problem, names[0], INTERLEAVED)
-        own_plan = None if own is None else fastest(own.space, [plan.proposal])
-        if own is None or own_plan is None or own_plan.recompute != plan.recompute:
+        runtime_problem = _for_runtime(problem, names[0], INTERLEAVED)
+        runtime_plan = None if runtime_problem is None else fastest(runtime_problem.space, [plan.proposal])
+        if runtime_problem is None or runtime_plan is None or runtime_plan.recompute != plan.recompute:
             continue
-        reason = f"a heuristic's proposal: schedule={ANY_SCHEDULE!r} searches such, too"
-        yield _alternative(own, own_plan, names, exact=False, reason=reason)
+        reason = f"a heuristic's proposal: schedule={ANY_SCHEDULE!r} searches for better ones"
+        yield _alternative(runtime_problem, runtime_plan, names, exact=False, reason=reason)
 
 
 def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
-    """The problem for a runtime; None where its options leave nothing that it runs."""
+    """Return the problem for a runtime; None if its options leave nothing that the runtime can run."""
     try:
         options = replace(
             problem.options,
@@ -139,51 +160,54 @@ def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
             precision=problem.precision.name,
             gradient_dtype=problem.precision.gradient_dtype,
         )
-        own = replace(problem, options=options)
-        own.space  # noqa: B018  raises where the options cut between layers that it keeps together
+        runtime_problem = replace(problem, options=options)
+        runtime_problem.space  # noqa: B018  raises if the options cut between layers that the runtime keeps together
     except UsageError:
         return None
-    return own
+    return runtime_problem
 
 
 def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
-    """Whether the runtime trains the weights that the plan's stages share."""
+    """Return whether the runtime trains the weights that the plan's stages share."""
     last = len(plan.proposal.ends) - 1
     return all(runtime.shares_weight(weight.stages, last) for weight in shared_weights(problem.space, plan))
 
 
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
-    """Whether the runtime recomputes as the plan's stages do."""
+    """Return whether the runtime recomputes as the plan's stages do."""
     return runtime.recomputes(plan.recompute, recompute_kinds(plan.recompute))
 
 
-def _answers(own: Problem, answer: JointSearchResult) -> bool:
-    """Whether the best plan of all is proven to be the best that the runtime runs, too."""
-    best, runtime = answer.best, own.runtime
+def _answers(runtime_problem: Problem, answer: JointSearchResult) -> bool:
+    """Return whether the answer is proven to be the best plan of the runtime, too."""
+    best, runtime = answer.best, runtime_problem.runtime
     if best is None or runtime is None or not answer.result.exact or runtime.one_process:
         return False
     if best.config.schedule not in SEARCHED:
-        return False  # it is none of those that are searched for the runtime
-    if not _recomputes(runtime, best) or not own.allows(best.proposal):
+        return False  # the search for the runtime does not cover this schedule
+    if not _recomputes(runtime, best) or not runtime_problem.allows(best.proposal):
         return False
-    if runtime.receives_ahead and fastest(own.space, [best.proposal]) != best:
+    if runtime.receives_ahead and fastest(runtime_problem.space, [best.proposal]) != best:
         return False  # its buffers do not fit, or not without recomputation
     in_order = best.proposal.devices == _in_order(best)
-    cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
+    cut_points = list(runtime_problem.space.table(runtime_problem.chain.sizes[0]).cut_points)
     if not set(cut_points).issuperset(best.proposal.ends):
         return False  # it keeps the users of a weight together
     stages = [(cut_points.index(first), cut_points.index(end)) for first, end in best.proposal.bounds]
-    return in_order and all(own.space.usable[stage] for stage in stages)
+    return in_order and all(runtime_problem.space.usable[stage] for stage in stages)
 
 
 def _in_order(best: ScoredPlan) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of the stages, renumbered from rank 0 on."""
     ranks = iter(range(best.proposal.device_count))
-    return tuple(tuple(next(ranks) for _ in own) for own in best.proposal.devices)
+    return tuple(tuple(next(ranks) for _ in stage_ranks) for stage_ranks in best.proposal.devices)
 
 
 def _kinds(problem: Problem) -> list[list[str]]:
-    """Names of the runtimes that train with the problem's weights and states, those of which the same plans
-    are searched together."""
+    """Return the names of the runtimes that train with the problem's precision and ZeRO stage.
+
+    Runtimes in one list allow the same plans, so one search serves them all.
+    """
     kinds: dict[tuple[Runtime, str], list[str]] = {}
     for name, runtime in RUNTIMES.items():
         run_search = runtime.schedules & set(SEARCHED)
@@ -207,6 +231,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
 def _alternative(
     problem: Problem, plan: ScoredPlan, runtimes: list[str], *, exact: bool, reason: str = ""
 ) -> PlanRow:
+    """Return the row of an alternative plan."""
     memory = [stage.memory_bytes for stage in plan_stages(problem.space, plan)]
     return plan_row(plan, runtimes=runtimes, memory_bytes=memory, exact=exact, reason=reason)
 
@@ -216,7 +241,15 @@ FREE = ("one-gpu", "data-parallel")
 
 
 def score_baselines(problem: Problem, answer: JointSearchResult) -> dict[str, ScoredPlan | str]:
-    """One GPU, data parallelism, and the best plan of each named planner, or why it has none."""
+    """Return one GPU, data parallelism and the best plan of each named planner, or why there is none.
+
+    Args:
+        problem: What is asked.
+        answer: The answer, with the plans of the named planners.
+
+    Returns:
+        By name, the plan or the reason.
+    """
     if problem.budget.over:
         results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:
@@ -226,8 +259,11 @@ def score_baselines(problem: Problem, answer: JointSearchResult) -> dict[str, Sc
 
 
 def accumulating(problem: Problem) -> Problem:
-    """What one GPU, or each of many, may do by accumulating gradients, whatever the options; where the
-    profile reaches no other micro-batch size, with the requested one."""
+    """Return the problem of one GPU, or of data parallelism, that accumulates gradients as it likes.
+
+    Options that restrict the plan are dropped. The requested number of micro-batches is kept if the profile
+    allows no other.
+    """
     options = problem.options
     free = replace(
         options,
@@ -250,14 +286,14 @@ def accumulating(problem: Problem) -> Problem:
 
 
 def baseline_row(name: str, plan: ScoredPlan | str) -> Baseline:
-    """A baseline as a plan's file has it."""
+    """Return a baseline as a row of the plan's file."""
     if isinstance(plan, str):
         return Baseline(name=name, step_seconds=None, reason=plan)
     return Baseline(name=name, step_seconds=plan.step_seconds, detail=_in_words(plan))
 
 
 def _in_words(plan: ScoredPlan) -> str:
-    """Its stages and their replicas, where it has several, and how it runs."""
+    """Return the stages and replicas, if there are several, and how the plan runs."""
     replicas, run = plan.proposal.replicas, run_in_words(plan)
     stages = format_count(len(replicas) // plan.config.virtual_stages, "stage")
     if max(replicas) > 1:
@@ -266,8 +302,11 @@ def _in_words(plan: ScoredPlan) -> str:
 
 
 def larger_micro_batches(problem: Problem, best: ScoredPlan) -> list[str]:
-    """A sentence on the same stages with larger micro-batches than the profile holds, which the search leaves
-    out: where they would be faster and fit, by the straight line through the two largest sizes."""
+    """Return a warning if larger micro-batches than the profile holds would be faster and fit.
+
+    The stages stay the same. Costs are extrapolated by the straight line through the two largest sizes. The
+    search never extrapolates.
+    """
     sizes, config = problem.chain.sizes, best.config
     if problem.options.micro_batches is not None or len(sizes) == 1 or config.schedule not in SEARCHED:
         return []
@@ -279,13 +318,18 @@ def larger_micro_batches(problem: Problem, best: ScoredPlan) -> list[str]:
         and divide_batch(size := config.micro_batch_size * times, replicas) > sizes[-1]
     ]
     space, limit = replace(problem.space, past_largest=True), best.step_seconds * (1 - WORTH)
-    plan = fastest(space, [replace(best.proposal, config=own) for own in larger], limit, required=False)
+    plan = fastest(
+        space,
+        [replace(best.proposal, config=larger_config) for larger_config in larger],
+        limit,
+        required=False,
+    )
     if plan is None:
         return []
     step = plan.step_seconds
     return [
-        f"the profile holds micro-batches of at most {format_count(sizes[-1], 'sample')}: with "
-        f"{divide_batch(plan.config.micro_batch_size, replicas)}, extrapolated, these stages would take "
-        f"{format_seconds(step)} a step, {best.step_seconds / step:.3g} x faster; `micro_batch_sizes` of "
-        "pplan profile adds such sizes"
+        f"the profile measured at most {format_count(sizes[-1], 'sample')} per micro-batch: with "
+        f"{divide_batch(plan.config.micro_batch_size, replicas)} (extrapolated) these stages would take "
+        f"{format_seconds(step)} a step, {best.step_seconds / step:.3g} x faster; profile with larger "
+        "`micro_batch_sizes`"
     ]

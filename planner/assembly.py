@@ -1,4 +1,4 @@
-"""A pipeline on its devices, made ready for the simulator: the costs and the memory of any program."""
+"""A pipeline on its devices as input of the simulator: costs and memory under any program."""
 
 from __future__ import annotations
 
@@ -54,18 +54,28 @@ from .search.space import divide_batch
 from .stage_table import Floats, StageTable, fullest_kind, ledger_options
 
 _COPYING = ("forward", "backward", "first_backward")
-"""The figures that are longer where a stage offloads."""
+"""Figures that include copies to the host if a stage offloads."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """The parts of a chain on the devices of a program: memory, and what actions and transfers take.
+    """Parts of a chain on the devices of a program, with the memory of devices and the seconds of actions.
 
-    `size`: samples of a micro-batch. `bounds`: by part of the layers, in the order in which a micro-batch
-    passes them, the places that it lies between. `ranks`: by device of the program, the ranks of its
-    replicas, which share every micro-batch. `recompute`: by device of the program. `hosts` and `transfers`:
-    as of `Costs`. `profiles`: the same layers as measured on the kinds of devices that have a profile of
-    their own, by its name in the topology.
+    Attributes:
+        schedule: Schedule of the program.
+        program: Actions of all devices.
+        chain: Costs of the layers.
+        topology: Devices and links.
+        size: Samples of a micro-batch.
+        bounds: By part of the layers, the two cut points that it lies between, in the order of a micro-batch.
+        ranks: By device of the program, the ranks of its replicas, which share every micro-batch.
+        recompute: By device of the program, the recomputation mode.
+        optimizer: Name of the optimizer.
+        dtype: Data type of the training.
+        zero: ZeRO stage.
+        hosts: Number of launching processes, see `Costs`.
+        transfers: How transfers overlap, see `Costs`.
+        profiles: The same layers as measured on the kinds of devices with their own profile, by its name.
     """
 
     schedule: Schedule
@@ -79,33 +89,35 @@ class Assembly:
     optimizer: str
     dtype: str
     precision: Precision | None = None
-    """Bytes of a parameter; None: as usual for the dtype."""
+    """Bytes of one weight, gradient and master weight. None for those that are usual for the dtype."""
     zero: int = 0
     hosts: Hosts = "each"
     transfers: str = "overlapped"
     receives_ahead: bool = False
-    """Whether the runtime has buffers of all micro-batches, as of `Runtime`."""
+    """Whether the runtime has buffers for all micro-batches, see `Runtime`."""
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     host_bandwidth: float | None = None
-    """Bytes per second of a device's copies to its host's memory, and back, where stages offload."""
+    """Bytes per second of a device's copies to its host, and as many back, if stages offload."""
 
     def part_ranks(self, part: int) -> list[int]:
-        """All devices that hold a part of the layers, and so add up its gradients."""
+        """Return all devices that hold a part of the layers, which therefore sum its gradients."""
         places = {pipe[part] for pipe in self.program.pipes}
         return sorted({rank for place in places for rank in self.ranks[place.device]})
 
     def per_replica_batch(self, device: int) -> int:
-        """Samples of a micro-batch that a replica of this device computes, at the most."""
+        """Return the most samples of a micro-batch that a replica of this device computes."""
         return divide_batch(self.size, len(self.ranks[device]))
 
     def table(self, device: int) -> StageTable:
-        """All stages at the size that a replica of this stage computes."""
+        """Return the costs of all stages at the samples per replica of this device."""
         return _table(self.chain, self.per_replica_batch(device))
 
     @cached_property
     def timing_tables(self) -> list[list[tuple[StageTable, float]]]:
-        """By device, for each kind among its replicas: the stages as profiled, and what their seconds are
-        multiplied by. The slowest counts."""
+        """By device, for each kind among its replicas, the costs as profiled and the factor on their seconds.
+
+        The slowest kind of a device counts.
+        """
         return [
             [
                 (_table(self._profile_chain(kind), self.per_replica_batch(device)), kind.seconds_scale)
@@ -130,8 +142,14 @@ class Assembly:
         return self.precision or training_precision(self.dtype).bytes
 
     def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
-        """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
-        it is given. Of 1F1B and GPipe by the closed form."""
+        """Return the bytes by term of a device with all its chunks, at its peak.
+
+        1F1B and GPipe use the closed form, other schedules count action by action.
+
+        Args:
+            device: Device of the program.
+            recompute: Recomputation to assume. Defaults to that of the device.
+        """
         options, word = self.ledger_options(device), whole_word(recompute or self.recompute[device])
         chunks = self.chunk_bytes(device, recompute)
         replicas = len(self.part_ranks(self.program.parts_by_slot[StageSlot(device)]))
@@ -162,50 +180,68 @@ class Assembly:
 
     @property
     def _is_ahead(self) -> bool:
-        """A backward in two parts, which PyTorch alone runs, is counted with its buffers always."""
+        """Whether buffers of all micro-batches are added to the stage's bytes.
+
+        A backward in two parts, which only PyTorch runs, always counts its buffers elsewhere.
+        """
         return self.receives_ahead and not self.program.splits_backward
 
     def ledger_options(self, device: int) -> LedgerOptions:
-        """Of replicas of several kinds those of the one that takes most by itself."""
+        """Return the options of the memory ledger for the kind of replica with the largest context."""
         kind = fullest_kind(map(self.topology.device, self.ranks[device]))
         return ledger_options(kind, self.dtype, self.number_bytes, self.zero)
 
     def smallest_device(self, device: int) -> Device:
-        """Of replicas of several kinds the one with the least memory, whose limit holds for all."""
+        """Return the replica with the least memory, whose limit holds for all replicas of the device."""
         kinds = map(self.topology.device, self.ranks[device])
         return min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
 
     def chunk_bytes(self, device: int, recompute: str | None = None) -> list[StageBytes]:
-        """Of each chunk of a device; under another recomputation, where it is given."""
+        """Return the bytes of each chunk of a device.
+
+        Args:
+            device: Device of the program.
+            recompute: Recomputation to assume. Defaults to that of the device.
+        """
         parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
         table, word = self.table(device), recompute or self.recompute[device]
-        each = [table.bytes_between(*self.bounds[part], zero=self.zero, recompute=word) for part in parts]
+        chunks = [table.bytes_between(*self.bounds[part], zero=self.zero, recompute=word) for part in parts]
         if self._is_ahead:
-            each = [receive_ahead(own, self.program.micro_batches) for own in each]
-        return [offload_saved(own) for own in each] if word == OFFLOAD else each
+            chunks = [receive_ahead(chunk, self.program.micro_batches) for chunk in chunks]
+        return [offload_saved(chunk) for chunk in chunks] if word == OFFLOAD else chunks
 
     def offloaded_bytes(self, part: int) -> float:
-        """What a micro-batch of a part keeps on the host of each replica; 0 where its device does not
-        offload."""
+        """Return the bytes that a micro-batch of a part keeps on the host of each replica.
+
+        0 without offloading.
+        """
         device, (start, end) = self.program.pipes[0][part].device, self.bounds[part]
         if self.recompute[device] != OFFLOAD:
             return 0.0
         return float(self.table(device).bytes_between(start, end).offloaded)
 
     def copy_seconds(self, part: int) -> float:
-        """Of that to the host, in every forward; and back, in every backward."""
+        """Return the seconds to copy them to the host in every forward, and the same back in every backward.
+
+        Raises:
+            UsageError: The stage offloads and the bandwidth is not set.
+        """
         copied = self.offloaded_bytes(part)
         if not copied:
             return 0.0
         if self.host_bandwidth is None:
             raise UsageError(
-                "a stage offloads, and it is not said how fast its device copies to the host's memory",
-                "Make the plan again with pplan solve.",
+                "a stage offloads, and the bandwidth between its device and the host is not set",
+                "Solve again with `host_bandwidth`.",
             )
         return copied / self.host_bandwidth
 
     def by_place(self, name: str) -> Floats:
-        """(devices, chunks, 1): a figure of the stage at every place."""
+        """Return a (devices, chunks, 1) figure of the stage at every place.
+
+        Args:
+            name: Name of the figure, see `stage_figure`.
+        """
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.program.parts_by_slot.items():
             bounds = self.bounds[part]
@@ -218,7 +254,7 @@ class Assembly:
         return values
 
     def exchanged_seconds(self, part: int, table: StageTable, scale: float, name: str) -> float:
-        """By what exchanging under ZeRO, or copying to the host, makes a figure of a part longer."""
+        """Return the seconds that ZeRO's exchange, or copies to the host, add to a figure of a part."""
         exchange = self.exchange(part)
         if not exchange.is_by_layer:
             return self.copy_seconds(part) if name in _COPYING else 0.0
@@ -229,11 +265,11 @@ class Assembly:
         )
 
     def exchange(self, part: int) -> ReplicaExchange:
-        """What ZeRO exchanges between all devices that hold a part of the layers."""
+        """Return the ZeRO exchange between all devices that hold a part of the layers."""
         return ReplicaExchange(self.topology, self.part_ranks(part), self.number_bytes, self.zero)
 
     def costs(self) -> Costs:
-        """What the program's actions and transfers take."""
+        """Return the seconds of the program's actions and transfers."""
         forward, backward = self.by_place("forward"), self.by_place("backward")
         weight = self.by_place("weight") if self.program.splits_backward else None
         shares, repeats = (self._recompute_shares(name) for name in ("forward", "forward_launch"))
@@ -265,42 +301,52 @@ class Assembly:
         )
 
     def _accumulation(self, part: str) -> Floats:
-        """(devices, chunks, 1): the part of the backward seconds (or of its `weight` part) that a step's
-        first backward does not take: it adds to no gradients."""
+        """Return (devices, chunks, 1) seconds that the first backward of a step saves.
+
+        It adds to no gradients. `part` is `backward`, or `weight` if weight gradients are separate actions.
+        """
         return self.by_place(part) - self.by_place(f"first_{part}")
 
     def launch_seconds(self, name: str) -> Floats:
-        """(devices, chunks, 1): host seconds of the plan's own profile, whatever the kind of device."""
+        """Return (devices, chunks, 1) host seconds from the plan's profile, for every kind of device."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.program.parts_by_slot.items():
             values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
         return values
 
     def _recompute_shares(self, name: str) -> Floats | None:
-        """The share of the forward run again, of its seconds or launches; one value for all micro-batches
-        where they are alike."""
+        """Return the share of the forward that is recomputed, in seconds or launches.
+
+        It has one value per place if all micro-batches are alike. None if nothing is recomputed.
+        """
         if {repeat_word(word) for word in self.recompute} == {"never"}:
             return None
         shares = recompute_shares([repeat_word(word) for word in self.recompute], self.program)
         return (shares if "except_last" in self.recompute else shares[:, :, :1]) * self.first_shares(name)
 
     def first_shares(self, name: str) -> Floats:
-        """(devices, 1, 1): the share of the stage's `forward` or `forward_launch` that its first layers have
-        where they alone run again; 1 of all others, and of a stage that takes no time."""
+        """Return (devices, 1, 1) shares of a stage's `forward` or `forward_launch` that are recomputed.
+
+        They are those of its recomputed first layers, and 1 for other modes and for a stage that takes no
+        time.
+        """
         shares = np.ones((self.program.devices, 1, 1))
         for device, first in enumerate(map(count_first_layers, self.recompute)):
             if first is not None:
                 bounds = self.bounds[self.program.parts_by_slot[StageSlot(device)]]
                 tables = self.timing_tables[device] if name == "forward" else [(self.table(device), 1.0)]
                 whole = max(getattr(table, name)[bounds] * scale for table, scale in tables)
-                again = max(table.first_sum(name, *bounds, first) * scale for table, scale in tables)
+                repeated = max(table.first_sum(name, *bounds, first) * scale for table, scale in tables)
                 if whole:
-                    shares[device] = min(again / whole, 1.0)
+                    shares[device] = min(repeated / whole, 1.0)
         return shares
 
     def _transfers(self) -> tuple[Floats, Floats]:
-        """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
-        side what its largest share of the micro-batch needs."""
+        """Return occupancy and latency of every cut of every pipe, in seconds.
+
+        All replicas send at the same time. A replica of the smaller side sends its largest share of the
+        micro-batch.
+        """
         pipes, routes = self.program.pipes, _ports(self.topology).routes
         occupancy, latency = (np.zeros((len(pipes), self.program.slots - 1)) for _ in range(2))
         for row, pipe in enumerate(pipes):
@@ -310,12 +356,18 @@ class Assembly:
                 senders, receivers = tuple(self.ranks[here.device]), tuple(self.ranks[there.device])
                 latency[row, cut], pace = routes.route(senders, receivers)
                 place = self.bounds[cut][1]
-                sent = max(float(self.table(own).crossing[place]) for own in (here.device, there.device))
+                sent = max(
+                    float(self.table(device).crossing[place]) for device in (here.device, there.device)
+                )
                 occupancy[row, cut] = sent * min(len(senders), len(receivers)) * pace
         return occupancy, latency
 
     def sharing(self, occupancy: Floats) -> PortSharing:
-        """The ports that transfers of this `occupancy` (pipes, cuts) and the all-reduces share."""
+        """Return the ports that transfers and all-reduces share.
+
+        Args:
+            occupancy: (pipes, cuts) link seconds of the transfers.
+        """
         program = self.program
         counts = np.zeros(len(program.pipes))
         for micro_batch, pipe in enumerate(program.pipe_of):
@@ -327,14 +379,14 @@ class Assembly:
             for route in ((here.device, there.device), (there.device, here.device))
             if here.device != there.device
         ]
-        ranks = [tuple(own) for own in self.ranks]
+        ranks = [tuple(device_ranks) for device_ranks in self.ranks]
         return _ports(self.topology).sharing(
             ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)]
         )
 
     @cached_property
     def tied_sums(self) -> tuple[TiedSum, ...]:
-        """The sums of the gradients of weights that several parts use."""
+        """Sums of the gradients of weights that several parts use."""
         table, parts = self.table(0), range(len(self.bounds))
         stages = [sorted({pipe[part].device for pipe in self.program.pipes}) for part in parts]
         return tuple(
@@ -349,22 +401,25 @@ class Assembly:
         )
 
     def _reductions(self) -> Iterator[AllReduceBytes]:
-        """What is added up, by part of the layers."""
-        every = self.program.update_every
-        times = 1 if every is None else self.program.micro_batches // every
+        """Yield the bytes that are reduced, by part of the layers."""
+        update_every = self.program.update_every
+        times = 1 if update_every is None else self.program.micro_batches // update_every
         for part, place in enumerate(self.program.pipes[0]):
             ranks = self.part_ranks(part)
             if len(ranks) > 1:
                 table, at = self.table(place.device), self.bounds[part]
                 tables = (table.reduced_bytes(self.zero), table.stage_bytes.parameters)
-                numbers = [np.asarray(own)[[at[0]], [at[1]]] for own in tables]
+                numbers = [np.asarray(table_bytes)[[at[0]], [at[1]]] for table_bytes in tables]
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
                 by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
                 yield AllReduceBytes(part, tuple(ranks), float(at_end[0]), times, before)
 
     def _all_reduce(self) -> Floats | None:
-        """(devices, chunks): the seconds of the all-reduce that follow a slot's last backward."""
+        """Return (devices, chunks) seconds of the all-reduce after a slot's last backward.
+
+        None if there is none.
+        """
         seconds = np.zeros((self.program.devices, self.program.chunks))
         for place, part in self.program.parts_by_slot.items():
             ranks = self.part_ranks(part)
@@ -373,24 +428,28 @@ class Assembly:
         return seconds if seconds.any() else None
 
     def reduces_meanwhile(self, place: StageSlot, ranks: Sequence[int]) -> bool:
-        """Whether a place's gradients are reduced over `ranks` while its backward goes on."""
+        """Return whether the gradients of a slot are reduced over `ranks` while its backward runs."""
         alone = list(ranks) == sorted(self.ranks[place.device])
         return alone and not self.zero and self.program.update_every is None
 
     def _all_reduce_seconds(self, place: StageSlot, part: int, ranks: list[int]) -> float:
-        """Replicas of one stage reduce while they compute on, as DistributedDataParallel does."""
+        """Return the exposed all-reduce seconds of one slot.
+
+        Replicas of one stage reduce while they compute, as DistributedDataParallel does.
+        """
         table = self.table(place.device)
         i, j = self.bounds[part]
-        own = slice(table.cut_points[i], table.cut_points[j])
-        gradients = gradient_bytes(table.costs.trainable_bytes[own], self.number_bytes)
+        layers = slice(table.cut_points[i], table.cut_points[j])
+        gradients = gradient_bytes(table.costs.trainable_bytes[layers], self.number_bytes)
         if self.zero:
             return float(self.exchange(part).at_end(np.asarray(table.reduced_bytes(self.zero)[i, j])))
         if not self.reduces_meanwhile(place, ranks):
             return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum())))
-        each = [
-            timing.costs.backward_seconds[own] * scale for timing, scale in self.timing_tables[place.device]
+        by_kind = [
+            timing.costs.backward_seconds[layers] * scale
+            for timing, scale in self.timing_tables[place.device]
         ]
-        backward = max(each, key=lambda seconds: float(seconds.sum()))
+        backward = max(by_kind, key=lambda seconds: float(seconds.sum()))
         return float(exposed_all_reduce_seconds(backward, gradients, self.topology, ranks))
 
 

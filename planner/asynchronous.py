@@ -1,10 +1,10 @@
-"""Pipelines that are never flushed: their program, their steady state in the simulator, and their plan.
+"""Asynchronous pipelines, which are never flushed: program, steady state in the simulator, and plan.
 
-PipeDream's micro-batches are whole global batches, and every one of them updates the weights; PipeDream-2BW,
-XPipe and WPipe update after all micro-batches of a global batch, of which 2BW needs one a stage, and WPipe so
-many or a multiple: it runs rounds of as many as there are stages, and updates a group of layers between two.
-Replicas share every micro-batch, as in all plans here. The step of such a plan is what a further global batch
-takes, once the pipeline is full.
+A micro-batch of PipeDream is a whole global batch, and each one updates the weights. PipeDream-2BW, XPipe and
+WPipe update after all micro-batches of a global batch. 2BW needs at least as many micro-batches as stages,
+WPipe a multiple: it runs rounds of one micro-batch per stage, and updates a group of layers between two
+rounds. Replicas share every micro-batch, as in all plans. The step of such a plan is the time of one more
+global batch once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -30,39 +30,53 @@ from .stage_table import Floats
 PIPEDREAM, TWO_VERSIONS, XPIPE, WPIPE = "pipedream", "pipedream-2bw", "xpipe", "wpipe"
 ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS, XPIPE, WPIPE)
 PREDICTING = ("adam", "adamw", "adamw-8bit")
-"""Optimizers with the two moments that XPipe predicts weights with."""
+"""Optimizers with the two moments from which XPipe predicts weights."""
 ROUNDS = 12
-"""Micro-batches a stage that are simulated to see the steady state; twice as many, and again, until it is."""
+"""First number of micro-batches per stage to simulate. It doubles until the steady state is reached."""
 MOST_ROUNDS = 96
+"""Most micro-batches per stage to simulate."""
 
 
 def assemble_endless(
     space: Space, proposal: Proposal, modes: Sequence[Recompute], rounds: int = ROUNDS
 ) -> Assembly:
-    """The pipeline as it runs on and on, made ready for the simulator."""
+    """Return the pipeline as it runs without end, as input of the simulator.
+
+    Args:
+        space: Costs and limits.
+        proposal: The plan.
+        modes: Recomputation by part of the layers.
+        rounds: Micro-batches per stage to simulate.
+    """
     assembly, config = assemble(space, proposal, modes), proposal.config
     stages = len(proposal.ends) // config.virtual_stages
-    # Whole rounds of WPipe, which are of as many micro-batches as there are stages.
+    # WPipe runs whole rounds of one micro-batch per stage.
     count = -(-max(rounds * stages, 4 * config.micro_batches) // stages) * stages
     program = find_schedule(config.schedule).program(stages, count, config.virtual_stages)
     return replace(assembly, program=replace(program, update_every=config.micro_batches))
 
 
 def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
-    """Simulated seconds of a further global batch."""
-    rounds, each = ROUNDS, 0.0
+    """Return the simulated seconds of one more global batch.
+
+    Args:
+        space: Costs and limits.
+        proposal: The plan.
+        modes: Recomputation by part of the layers.
+    """
+    rounds, micro_batch_seconds = ROUNDS, 0.0
     while rounds <= MOST_ROUNDS:
         assembly = assemble_endless(space, proposal, modes, rounds)
         state = steady_state(assembly.program, assembly.costs())
-        each = state.seconds_per_micro_batch
+        micro_batch_seconds = state.seconds_per_micro_batch
         if state.exact:
             break
         rounds *= 2
-    return each * proposal.config.micro_batches
+    return micro_batch_seconds * proposal.config.micro_batches
 
 
 def score_endless(space: Space, proposal: Proposal) -> ScoredPlan | None:
-    """The plan with the least that its devices must recompute; None where one has no room."""
+    """Return the plan with the least recomputation that its devices need; None if one has no room."""
     assembly = assemble_endless(space, proposal, ["never"] * len(proposal.ends), 1)
     modes = device_modes(space, assembly, proposal)
     if modes is None:
@@ -73,13 +87,16 @@ def score_endless(space: Space, proposal: Proposal) -> ScoredPlan | None:
 
 @lru_cache(maxsize=1)
 def assemble_candidate(space: Space, plan: ScoredPlan) -> Assembly:
-    """A candidate as it runs: on and on under an asynchronous schedule. The last one is remembered."""
+    """Return a scored plan as input of the simulator, without end under an asynchronous schedule.
+
+    The last result is cached.
+    """
     make = assemble_endless if plan.config.schedule in ASYNCHRONOUS else assemble
     return make(space, plan.proposal, plan.recompute)
 
 
 def bubble(space: Space, plan: ScoredPlan) -> float:
-    """Idle share of the devices' time; of an asynchronous schedule in its steady state."""
+    """Return the idle share of the devices' time, in the steady state of an asynchronous schedule."""
     assembly = assemble_candidate(space, plan)
     costs, stages = assembly.costs(), assembly.program.devices
     if plan.config.schedule not in ASYNCHRONOUS:
@@ -91,7 +108,7 @@ def bubble(space: Space, plan: ScoredPlan) -> float:
 
 
 def asynchronous_notes(plan: ScoredPlan) -> list[str]:
-    """What a user must know before training so."""
+    """Return notes on weight versions, stale gradients and the meaning of the step."""
     config, stages = plan.config, len(plan.proposal.ends) // plan.config.virtual_stages
     schedule, count = find_schedule(config.schedule), max(config.micro_batches, stages)
     versions = [schedule.weight_versions(stage, stages, count) for stage in range(stages)]
@@ -103,13 +120,13 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
         f"{_join_words(versions)} weight versions{predicted}, and gradients are {_join_words(stale)} "
         f"{'update' if set(stale) == {1} else 'updates'} late{first}; "
         "training may need other learning rates",
-        f"the step is what a further global batch takes in the steady state; filling "
+        f"the step is the time of one more global batch in the steady state; filling "
         f"{format_count(stages, 'stage')} once is not counted",
     ]
 
 
 def _updates_late(config: PipelineConfig, stage: int, stages: int) -> int:
-    """Updates that a gradient of the stage misses, in the steady state."""
+    """Return the updates that a gradient of the stage misses in the steady state."""
     if config.schedule == XPIPE:
         return xpipe_staleness(stage, stages, (stages + 1) * config.micro_batches, config.micro_batches)
     return find_schedule(config.schedule).staleness(stage, stages, max(config.micro_batches, stages))
@@ -121,22 +138,33 @@ def _join_words(values: Sequence[float]) -> str:
 
 
 def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:
-    """Seconds to add up the gradients of so many bytes of weights over the replicas on these devices."""
+    """Return the seconds to all-reduce the gradients of `trainable` bytes of weights over these devices."""
     seconds: Floats = np.asarray(all_reduce_seconds(space.topology, ranks, space.gradients(trainable)))
     return seconds
 
 
 def pace(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> float:
-    """Seconds of a micro-batch in steady state, by formula."""
+    """Return the seconds of a micro-batch in the steady state, by formula."""
     costs, count = assemble_endless(space, proposal, modes).costs(), proposal.config.micro_batches
     return float(steady_steps(costs, count)[0]) / count
 
 
 def steady_steps(costs: Costs, micro_batches: int) -> Floats:
-    """(candidates,): seconds of a further global batch, of `micro_batches`, of a linear pipeline whose stage
-    i of p holds p - i of them: the formula at the head of objectives/steady_search.py."""
+    """Return the seconds of one more global batch of a linear asynchronous pipeline.
+
+    Stage i of p holds p - i micro-batches. The formula is at the head of `objectives/steady_search.py`.
+
+    Args:
+        costs: Costs of the candidates.
+        micro_batches: Micro-batches of a global batch.
+
+    Returns:
+        (candidates,) seconds.
+    """
     work = _by_stage(costs.backward) + _by_stage(costs.forward) * (1 + _by_stage(costs.recompute))
-    occupancy, latency = (np.asarray(own)[0] for own in (costs.forward_occupancy, costs.forward_latency))
+    occupancy, latency = (
+        np.asarray(seconds_by_cut)[0] for seconds_by_cut in (costs.forward_occupancy, costs.forward_latency)
+    )
     launches = _by_stage(costs.forward_launch) + _by_stage(costs.backward_launch)
     longest = np.maximum(work, launches).max(axis=0)
     for start in range(len(work)):
@@ -153,5 +181,5 @@ def steady_steps(costs: Costs, micro_batches: int) -> Floats:
 
 
 def _by_stage(values: Floats | None) -> Floats:
-    """(stages, candidates) of what is the same for all micro-batches."""
+    """Return (stages, candidates) values that are the same for all micro-batches."""
     return np.zeros((1, 1)) if values is None else values[:, 0].reshape(len(values), -1)

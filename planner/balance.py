@@ -1,11 +1,10 @@
-"""Exact min-max contiguous partition: the cut of a chain whose most expensive stage is cheapest.
+"""Exact min-max contiguous partition: cut a chain so that its most expensive stage is as cheap as possible.
 
-Two forms of the same problem, each exact and with exactly the number of stages asked for:
+There are two forms, each exact and with exactly the requested number of stages.
 
-`balance`: a stage that grows never gets cheaper, so a limit is tested greedily with the fewest stages. The
-best limit is found by bisection over floats down to the last bit.
-
-`balance_table`: any cost of a stage, and stages that are not allowed (memory), by dynamic programming.
+- `balance`: a longer stage never costs less, so a limit is tested greedily with the fewest stages. Bisection
+  over floats finds the best limit to the last bit.
+- `balance_table`: any cost of a stage, with stages that are not allowed (memory), by dynamic programming.
 """
 
 from __future__ import annotations
@@ -28,12 +27,17 @@ def balance(
     *,
     cut_after: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
 ) -> list[int]:
-    """Layer counts of `stages` stages, the most expensive as cheap as possible.
+    """Return the layer counts of `stages` stages that minimise the most expensive stage.
 
-    costs: (layers,), not negative. cut_after: (layers - 1,) or longer, false where a stage may not end.
+    Args:
+        costs: (layers,) costs, not negative.
+        stages: Number of stages.
+        cut_after: (layers - 1,) or longer mask, false if a stage must not end after the layer. None for all
+            cuts.
 
-    Raises UsageError for a cost that is negative or not finite, and InfeasibleError where the allowed cuts do
-    not make so many stages.
+    Raises:
+        UsageError: A cost is negative or not finite, or `stages` is not positive.
+        InfeasibleError: The allowed cuts do not make this many stages.
     """
     layers = _check_costs(costs)
     places = _places(len(layers), cut_after)
@@ -47,15 +51,22 @@ def balanced_ends(
     stages: int,
     cut_after: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers before the end of each stage; see `balance`."""
+    """Return the number of layers up to the end of each stage, see `balance`."""
     return tuple(np.cumsum(balance(costs, stages, cut_after=cut_after)).tolist())
 
 
 def balance_table(cost: Callable[[int], Floats], stages: int) -> list[int]:
-    """Ends (places 1 to n, ascending) of `stages` stages that minimise the largest cost of a stage.
+    """Return the ends (places 1 to n, ascending) of the stages that minimise the largest cost.
 
-    cost(k): (n + 1, n + 1), entry [i, j] what stage k costs from place i to place j, inf where it may not be.
-    The earliest starts win a tie. Raises InfeasibleError where no such stages are allowed.
+    The earliest starts win a tie.
+
+    Args:
+        cost: Function from the stage k to a (n + 1, n + 1) table: entry [i, j] is its cost from place i to
+            place j, inf if it is not allowed.
+        stages: Number of stages.
+
+    Raises:
+        InfeasibleError: No such stages are allowed.
     """
     best, choices = None, []
     for stage in range(stages):
@@ -67,7 +78,7 @@ def balance_table(cost: Callable[[int], Floats], stages: int) -> list[int]:
         choices.append(reach.argmin(axis=0))
         best = reach.min(axis=0)
     if best is None or not np.isfinite(best[-1]):
-        raise InfeasibleError(f"no {stages} stages are allowed", "Use other stages, or raise the limits.")
+        raise InfeasibleError(f"no {stages} stages are allowed", "Use fewer stages, or raise the limits.")
     ends = [len(best) - 1]
     for choice in reversed(choices[1:]):
         ends.append(int(choice[ends[-1]]))
@@ -83,7 +94,7 @@ def _check_costs(costs: Sequence[float] | Floats) -> Floats:
 
 
 def _places(layers: int, cut_after: Sequence[bool] | npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-    """Where a stage may end, as numbers of layers before it, with 0 and `layers`."""
+    """Return where a stage may end, as numbers of layers before the end, with 0 and `layers`."""
     if cut_after is None:
         return np.arange(layers + 1)
     inner = np.flatnonzero(np.asarray(cut_after, dtype=bool)[: layers - 1]) + 1
@@ -101,7 +112,7 @@ def _check_stages(stages: int, most: int, layers: int) -> None:
 
 
 def _by_greed(work: list[float], stages: int) -> list[int]:
-    """Ends of the stages; `work` is the running sum of the costs at the places."""
+    """Return the ends of the stages; `work` are the running sums of the costs at the places."""
     low = max(work[-1] / stages, max(b - a for a, b in pairwise(work))) * (1 - 1e-15)
     high = work[-1]
     ends = _greedy(work, stages, high)
@@ -114,7 +125,10 @@ def _by_greed(work: list[float], stages: int) -> list[int]:
 
 
 def _greedy(work: list[float], stages: int, limit: float) -> list[int]:
-    """Ends of stages of at most `limit`, each as long as it may be while a place stays for each later one."""
+    """Return ends of stages of at most `limit` each, or nothing if there are none.
+
+    Each stage is as long as possible while one place is left for every later stage.
+    """
     end, ends, last = 0, [], len(work) - 1
     for later in range(stages - 1, -1, -1):
         reach = bisect_right(work, work[end] + limit, end) - 1

@@ -1,4 +1,4 @@
-"""The sizes of a problem's global batch and micro-batches: as the options ask, or as the profile allows."""
+"""Sizes of the global batch and the micro-batches, from the options or from what the profile measured."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from ..cost_models.quantities import format_count
 from .candidate import MOST_MICRO_BATCHES, abbreviate
 
 SAMPLES_PER_DEVICE = 32
-"""Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
+"""Samples per device of the default global batch, whatever sizes the profiling machine measured."""
 MOST_DEFAULTS = 512
-"""Global batches around that which are tried."""
+"""Most global batches near the default that are tried."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`mini_batch` and `micro_batches`: as requested, or None. `max_replicas`: devices that may share a
-    micro-batch."""
+    """Global batch and micro-batch sizes of a problem.
+
+    Attributes:
+        chain: Costs of the layers.
+        gpus: Number of devices.
+        max_replicas: Most devices that may share a micro-batch.
+        mini_batch: Requested global batch. None for the default.
+        micro_batches: Requested number of micro-batches. None for any.
+        samples_per_device: Samples per device of the default global batch.
+    """
 
     chain: Chain
     gpus: int
@@ -31,8 +39,11 @@ class BatchSizes:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of a step: those requested, or what comes nearest to `samples_per_device` on every device
-        of all that micro-batches within the profile's reach make."""
+        """Samples of a step, as requested or by default.
+
+        The default is the possible number closest to `samples_per_device` on every device. A number is
+        possible if micro-batches with known costs make it.
+        """
         if self.mini_batch is not None:
             return self.mini_batch
         samples, unit = self.samples_per_device * self.gpus, self._unit
@@ -43,9 +54,10 @@ class BatchSizes:
 
     @cached_property
     def micro_batch_sizes(self) -> list[int]:
-        """Those to search: divisors of the global batch of which the profile reaches some replica's share.
+        """Micro-batch sizes to search: divisors of the global batch for which some replica's share has costs.
 
-        Raises UsageError where there is none.
+        Raises:
+            UsageError: There is none.
         """
         batch, measured = self.global_batch, self.chain.sizes
         if self.micro_batches is not None:
@@ -59,7 +71,7 @@ class BatchSizes:
             )
         if not sizes:
             raise UsageError(
-                f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
+                f"mini_batch={batch}: no measured micro-batch size divides it into at most "
                 f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {abbreviate(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
@@ -67,19 +79,22 @@ class BatchSizes:
 
     @property
     def _unit(self) -> int:
-        """The number that divides a global batch that was not requested: the micro-batches that are; with one
-        measured size what all devices share; else the devices."""
+        """Number that divides the default global batch.
+
+        It is the requested micro-batches; else, with one measured size, the samples of all sharing devices;
+        else the devices.
+        """
         alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
         return self.micro_batches or (self.chain.sizes[0] * self.max_replicas if alone else self.gpus)
 
     def _reaches(self, batch: int) -> bool:
-        """Whether the profile reaches micro-batches that make it."""
+        """Return whether the profile has costs for micro-batches that make this global batch."""
         if self.micro_batches is None:
             return bool(self._reachable_sizes(batch))
         return self._reaches_share(batch // self.micro_batches, self.gpus, past_largest=True)
 
     def _reaches_share(self, size: int, most: int, *, past_largest: bool = False) -> bool:
-        """Whether the profile reaches a replica's share of a micro-batch, for some number up to `most`."""
+        """Return whether some number of replicas up to `most` has shares with known costs."""
         shares = {-(-size // count) for count in range(1, min(size, most) + 1)}
         return any(self.chain.reaches(share, past_largest=past_largest) for share in shares)
 
@@ -96,7 +111,7 @@ class BatchSizes:
         if batch % micro_batches:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
-                f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
+                f"micro_batches={micro_batches}: does not divide the global batch of {batch}",
                 f"Use a divisor of {batch}: {abbreviate(fitting)}.",
             )
         size = batch // micro_batches
@@ -106,10 +121,10 @@ class BatchSizes:
 
 
 def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, str]:
-    """Describe what is wrong with a number of micro-batches, and what to do.
+    """Describe a number of micro-batches whose size was not measured, and what to do.
 
     Args:
-        chain: The layers, which cannot be costed with such micro-batches.
+        chain: The layers, which have no costs at this micro-batch size.
         batch: Samples of a step.
         micro_batches: Number of micro-batches, a divisor of `batch`.
 
@@ -120,10 +135,12 @@ def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, 
     if size < chain.least_size:
         return (
             f"{format_count(micro_batches, 'micro-batch')} of {format_count(size, 'sample')}: "
-            f"min_micro_batch={chain.least_size} asks for more on each replica",
+            f"less than min_micro_batch={chain.least_size} on each replica",
             f"Use micro_batches={max(batch // chain.least_size, 1)} or fewer, or a smaller min_micro_batch.",
         )
-    counts = [batch // own for own in measured if batch % own == 0 and batch // own <= MOST_MICRO_BATCHES]
+    counts = [
+        batch // size_ for size_ in measured if batch % size_ == 0 and batch // size_ <= MOST_MICRO_BATCHES
+    ]
     needs = f"{format_count(micro_batches, 'micro-batch')} of {format_count(size, 'sample')} need size {size}"
     instead = f"use micro_batches={counts[0]}" if counts else f"use a mini_batch that {measured[0]} divides"
     if refusal := chain.refused.get(size):
@@ -137,7 +154,10 @@ def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, 
 
 
 def divisors(number: int) -> list[int]:
-    """Those that go into it at most `MOST_MICRO_BATCHES` times, and maybe others; ascending."""
+    """Return the divisors of a number, ascending.
+
+    All divisors with a quotient of at most `MOST_MICRO_BATCHES` are included, and possibly others.
+    """
     most = min(isqrt(number), MOST_MICRO_BATCHES)
     small = [count for count in range(1, most + 1) if number % count == 0]
     return sorted({*small, *(number // count for count in small)})

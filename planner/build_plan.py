@@ -1,4 +1,4 @@
-"""From a candidate to a plan file, with its comparisons, warnings and notes."""
+"""Plan files from scored plans, with comparisons, warnings and notes."""
 
 from __future__ import annotations
 
@@ -56,20 +56,31 @@ def build_problem(
     profile: ProfileReference,
     profiles: Mapping[str, Chain],
 ) -> Problem:
-    """The problem. Raises UsageError, for profiles that are missing or of other layers, too."""
-    own = align_profiles(chain, profiles)
+    """Return the problem.
+
+    Args:
+        chain: Costs of the layers on the profiled device.
+        topology: Devices and links.
+        options: Options of the plan.
+        profile: Reference to the profile.
+        profiles: Further profiles by the names in the topology.
+
+    Raises:
+        UsageError: A profile is missing or has other layers.
+    """
+    aligned = align_profiles(chain, profiles)
     for kind in topology.kinds:
-        if kind.profile is not None and kind.profile not in own:
+        if kind.profile is not None and kind.profile not in aligned:
             raise UsageError(
-                f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
-                "Give that profile, or the device's speed relative to the profiled one.",
+                f"the topology names the profile {kind.profile} for {kind.name}, which was not given",
+                "Give that profile, or state the device's speed relative to the profiled one.",
             )
     return Problem(
         chain,
         topology,
         options,
         profile.dtype,
-        own,
+        aligned,
         amp=profile.amp,
         device=profile.device,
         sharers=profile.tensor_parallel,
@@ -88,19 +99,19 @@ def build_plan(
     warnings: Sequence[str] = (),
     exact: bool | None = None,
 ) -> Plan:
-    """The plan of a candidate, with its comparisons, warnings and notes.
+    """Build the plan of a scored plan, with its comparisons, warnings and notes.
 
     Args:
         problem: What was asked.
-        best: The candidate: the fastest, or the one that an objective chose.
-        result: What was proven of the step of all plans.
-        answer: The fastest plan with those of named planners, for the baselines and alternatives; None for a
-            plan without comparisons.
+        best: The scored plan: the fastest, or the one that an objective chose.
+        result: What the search proved about the steps of all plans, its bound included.
+        answer: The fastest plan with those of named planners, for baselines and alternatives. None for a plan
+            without comparisons.
         model: Name of the model.
-        profile: The profile that the plan is made from.
-        notes: Notes that come before the plan's.
-        warnings: Warnings that come before the plan's.
-        exact: The candidate is proven to be the best. Defaults to that of `result`.
+        profile: The profile from which the plan was made.
+        notes: Notes to put first.
+        warnings: Warnings to put first.
+        exact: Whether `best` is proven optimal. Defaults to that of `result`.
     """
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble_candidate(problem.space, best)
@@ -130,16 +141,16 @@ def build_plan(
 
 
 def unique(texts: Iterable[str]) -> list[str]:
-    """The texts in order, each once."""
+    """Return the texts in order without repetitions."""
     return list(dict.fromkeys(texts))
 
 
 def _notes(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
-    """Assumptions about the devices, the runtime and copies to the host."""
+    """Yield assumptions about the devices, the runtime and copies to the host."""
     gpus, runtime, host = problem.gpus, problem.runtime, problem.space.host
     for kind in problem.topology.kinds:
         if kind.speed != 1:
-            yield f"a {kind.name} is taken as {kind.speed:g} times as fast as the profiled device"
+            yield f"a {kind.name} is assumed to be {kind.speed:g} times as fast as the profiled device"
     if problem.precision.limitation:
         yield problem.precision.limitation
     most = problem.space.chain.max_stages
@@ -153,12 +164,12 @@ def _notes(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
         usable = format_count(problem.usable_gpus, "device")
         yield f"{runtime.name} is one process: it reaches the {usable} of one node"
     if host is not None and OFFLOAD in plan.recompute:
-        source = "an assumption: 85 % of the GPU's PCIe link, shared with none"
+        source = "an assumption: 85 % of the GPU's PCIe link, not shared"
         if problem.options.host_bandwidth is not None:
             source = "as given"
         yield (
-            f"what stages offload goes to the host's memory, and comes back, at "
-            f"{format_rate(host.bandwidth)} ({source}), in turn with computing; nothing of it was measured "
+            f"offloaded activations are copied to the host and back at "
+            f"{format_rate(host.bandwidth)} ({source}), without overlap with compute; this was not measured "
             "on a GPU, and PyTorch rounds each pinned tensor up to a power of two"
         )
 
@@ -172,20 +183,30 @@ def plan_partition(
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """The partition with the best of the problem's configurations, as a plan; one that does not fit says so
-    in its warnings. No search says how good it is: the bound is one on all plans with such micro-batches, of
-    any schedule in the running.
+    """Build the plan of a given partition with the best of the problem's configurations.
 
-    Raises UsageError for too few devices, a cut that the profile does not allow, and numbers that the
-    schedule does not run.
+    A plan that does not fit says so in its warnings. Nothing is searched: the bound holds for all plans with
+    these micro-batches and the allowed schedules.
+
+    Args:
+        problem: What was asked.
+        partition: The given partition.
+        model: Name of the model.
+        profile: The profile from which the plan is made.
+        notes: Notes to put first.
+        warnings: Warnings to put first.
+
+    Raises:
+        UsageError: Too few devices, a cut that the profile forbids, or numbers that the schedule does not
+            run.
     """
     if partition.gpus > problem.gpus:
         sharers = profile.tensor_parallel
         shared = f", which {sharers} GPUs share each" if sharers > 1 else ""
         raise UsageError(
-            f"gpus={problem.gpus * sharers}: the partition takes "
+            f"gpus={problem.gpus * sharers}: the partition needs "
             f"{format_count(partition.gpus, 'device')}{shared}",
-            f"Give as many: gpus={partition.gpus * sharers}",
+            f"Use gpus={partition.gpus * sharers}.",
         )
     _check_cuts(problem, partition)
     proposals = _proposals(problem, partition)
@@ -194,7 +215,7 @@ def plan_partition(
     if best is None:
         best, lacking = _best_trial(problem, proposals, partition.stage_recompute)
     schedules = dict.fromkeys((*problem.allowed_schedules, best.config.schedule))
-    # One that does not fit, or that the options exclude, is none of the plans that the bound is of.
+    # A plan that does not fit, or that the options exclude, may be faster than the bound.
     bound = min(universal_bound(problem, schedules, best.step_seconds), best.step_seconds)
     result = SearchResult(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
@@ -214,7 +235,7 @@ def _check_cuts(problem: Problem, partition: Partition) -> None:
             raise UsageError(
                 f"stage {stage} ends after layer {end - 1}, {chain.names[end - 1]}, where the profile allows "
                 "no cut",
-                "pplan show PROFILE says why; profile with another `granularity` where the cut is real.",
+                "See pplan show PROFILE for the reason. Move the cut, or profile with another `granularity`.",
             )
         if not together[end - 1]:
             raise UsageError(
@@ -225,7 +246,10 @@ def _check_cuts(problem: Problem, partition: Partition) -> None:
 
 
 def _proposals(problem: Problem, partition: Partition) -> list[Proposal]:
-    """With every configuration that its schedule runs. Raises the UsageError of the last where none does."""
+    """Return the partition with every configuration that its schedule runs.
+
+    Raises the last UsageError if there is none.
+    """
     proposals: list[Proposal] = []
     refusal: UsageError | None = None
     for config in problem.configs:
@@ -250,8 +274,10 @@ def _proposals(problem: Problem, partition: Partition) -> list[Proposal]:
 def _best_trial(
     problem: Problem, proposals: Sequence[Proposal], words: tuple[Recompute, ...] | None
 ) -> tuple[ScoredPlan, list[str]]:
-    """The fastest that fits; where none does, the one that lacks least, and what it lacks. `words`: of the
-    stages' recomputation (None: as much as each may)."""
+    """Return the fastest configuration that fits, else the one that lacks least memory, and what it lacks.
+
+    `words` are the recomputation modes of the stages. None for as much recomputation as possible.
+    """
     trials = []
     for proposal in proposals:
         modes = words or (stage_modes(proposal.config)[-1],) * len(proposal.ends)
@@ -269,8 +295,17 @@ def _best_trial(
 def plan_without_comparison(
     problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
-    """A candidate as a plan, without what it is compared with. Where stages may offload, its options name the
-    bandwidth that was planned with."""
+    """Build the plan of a scored plan without comparisons, for which `build_plan` adds them.
+
+    If stages may offload, its options name the bandwidth that was assumed.
+
+    Args:
+        problem: What was asked.
+        best: The scored plan.
+        result: What the search proved.
+        model: Name of the model.
+        profile: The profile from which the plan is made.
+    """
     topology, options, host = problem.topology, problem.options, problem.space.host
     on_cpu = profile.device.split(":")[0] == "cpu" and not any(is_gpu(kind.name) for kind in topology.kinds)
     is_default, samples = options.mini_batch is None, problem.samples_per_device
@@ -328,14 +363,19 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
 
 
 def _bound(best: ScoredPlan, bound: float) -> float:
-    """The bound, less what is rounding. Raises DefectError for one above the step."""
+    """Return the bound without rounding errors.
+
+    Raises DefectError for a bound above the step.
+    """
     if bound > best.step_seconds * (1 + TIE):
-        raise DefectError(f"a bound of {bound!r} s for a plan ({best.config}) of {best.step_seconds!r} s")
+        raise DefectError(
+            f"the bound {bound!r} s is above the plan's step {best.step_seconds!r} s ({best.config})"
+        )
     return min(bound, best.step_seconds)
 
 
 def list_machine_warnings(problem: Problem) -> list[str]:
-    """Warnings about unknown figures of the machine."""
+    """Return warnings about unknown figures of the machine."""
     if problem.options.memory_limit is not None:
         return []
     return [
@@ -347,11 +387,14 @@ def list_machine_warnings(problem: Problem) -> list[str]:
 
 
 LEAST_SAMPLES = 8
-"""Samples from which a batch norm of a micro-batch resembles that of a whole batch."""
+"""Samples from which the batch norm of a micro-batch resembles that of a whole batch."""
 
 
 def list_norm_warnings(problem: Problem, best: ScoredPlan) -> list[str]:
-    """Warn if batch norms normalise few samples. Those inside larger layers are not known."""
+    """Return a warning if batch norms normalise few samples.
+
+    Batch norms inside larger layers are not known.
+    """
     samples, norms = best.config.micro_batch_size // max(best.proposal.replicas), problem.chain.batch_norms
     if not norms or samples >= min(LEAST_SAMPLES, best.config.mini_batch):
         return []
@@ -363,11 +406,11 @@ def list_norm_warnings(problem: Problem, best: ScoredPlan) -> list[str]:
 
 
 def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
-    """Warnings about a search of a part of the request, or one that the time limit ended before its proof.
+    """Return warnings about a partial search, or one that the time limit ended before its proof.
 
     Args:
         problem: The problem, after its search.
-        exact: The answer is proven to be the best of all that were allowed. Then the time did not decide it.
+        exact: Whether the answer is proven optimal. Then the time limit did not affect it.
     """
     warnings = []
     if problem.unsearched_reason:
@@ -386,12 +429,12 @@ def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
 
 
 def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
-    """Warn if a device lacks room for the buffers of PyTorch's pipelining (`receive_ahead`).
+    """Return a warning if a device lacks room for the buffers of PyTorch's pipelining (`receive_ahead`).
 
-    A plan for a given runtime counts them, so only plans for any runtime are checked.
+    A plan for a given runtime already counts them, so only plans for any runtime are checked.
     """
-    others = assembly.program.splits_backward or not assembly.schedule.synchronous
-    if problem.runtime is not None or others:
+    not_applicable = assembly.program.splits_backward or not assembly.schedule.synchronous
+    if problem.runtime is not None or not_applicable:
         return []
     ahead = replace(assembly, receives_ahead=True)
     beyond, device = max(

@@ -1,4 +1,4 @@
-"""Candidates: configurations, proposals and scored plans, the one description of a plan inside the search."""
+"""Configurations, proposals and scored plans: the description of a plan inside the search."""
 
 from __future__ import annotations
 
@@ -18,34 +18,41 @@ if TYPE_CHECKING:
     from ..cost_models.memory import Recompute
 
 MOST_MICRO_BATCHES = 2**14
-"""Of a step. Every one of them is simulated on every stage."""
+"""Most micro-batches of a step. Every one is simulated on every stage."""
 SEARCHED = ("1f1b", "gpipe")
-"""The schedules that are searched exactly, and that `auto` stands for where no runtime is named."""
+"""Schedules that are searched exactly. `auto` stands for these if no runtime is named."""
 ANY_SCHEDULE = "any"
-"""The word for every published schedule that is synchronous and trains one model."""
+"""Option value for every published schedule that is synchronous and trains one model."""
 INTERLEAVED = "interleaved"
-"""The planner of interleaved pipelines, and its schedule."""
+"""Name of the planner of interleaved pipelines, and of its schedule."""
 SYNTHESIZED = "synthesized"
-"""The word for those and an order that is made for the plan; that schedule's name has its hash behind it."""
+"""Option value for these and an order made for the plan. That schedule's name ends with its hash."""
 
 FIRST_LAYERS: Final = "first_layers"
-"""The word for stages that run their first layers again, each as few as it must."""
+"""Option value for stages that recompute as few first layers as they must."""
 UNPROPOSED: tuple[Literal["first_layers", "offload"], ...] = (FIRST_LAYERS, OFFLOAD)
-"""The words for ways to recompute that are searched of 1F1B and GPipe where they are asked for, and that no
-bound but the search's own knows, nor a named planner."""
+"""Recomputation that is searched for 1F1B and GPipe only if asked for.
+
+Only the search's own bound covers it, and no named planner proposes it.
+"""
 LIMITED_RECOMPUTE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(UNPROPOSED, SEARCHED),
     "except_last": ("gpipe",),
 }
-"""By word, the schedules that are searched with a way to recompute that not all schedules have."""
+"""Schedules that are searched with a recomputation mode that not all schedules have."""
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""
 VIRTUAL_STAGES = (2, 3, 4)
-"""Of theirs, those that are planned with."""
+"""Numbers of virtual stages that are planned for them."""
 
 Mode = Literal["by_stage", "first_layers", "offload", "never", "always", "except_last"]
-"""What recomputes: all stages in one way; or each as it must, the whole of it, or its first layers, as few as
-there may be, or the whole of it or none, where it offloads instead: no stage that fits without does any."""
+"""Recomputation of a configuration.
+
+- `by_stage`: each stage recomputes all layers or none, as it must.
+- `first_layers`: each stage recomputes as few first layers as it must.
+- `offload`: each stage recomputes all layers, offloads or does nothing, as it must.
+- `never`, `always`, `except_last`: all stages do the same.
+"""
 MODES: tuple[Mode, ...] = ("by_stage", "first_layers", "offload", "never", "except_last", "always")
 _MUST = {
     "by_stage": "where it must",
@@ -56,7 +63,7 @@ _MUST = {
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Schedule, recomputation and micro-batches of a pipeline; `virtual_stages` of each device."""
+    """Schedule, recomputation and micro-batches of a pipeline, with the virtual stages of each device."""
 
     schedule: str
     recompute: Mode
@@ -70,6 +77,7 @@ class PipelineConfig:
         return self.micro_batches * self.micro_batch_size
 
     def __str__(self) -> str:
+        """Return the configuration in words."""
         chunks = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         mode = _MUST.get(self.recompute) or self.recompute.replace("_", " ")
         batch = format_batch(self.micro_batches, self.micro_batch_size)
@@ -79,11 +87,16 @@ class PipelineConfig:
 def pipeline_configs(
     mini_batch: int, schedules: Sequence[str], modes: Sequence[Mode], sizes: Sequence[int]
 ) -> list[PipelineConfig]:
-    """Every configuration for these micro-batch sizes, the preferred among equals first: schedules and modes
-    in their order, few micro-batches before many.
+    """Return every configuration for these micro-batch sizes, preferred ones first.
 
-    `except_last` is torchgpipe's: only GPipe runs the last micro-batch's backward first, and with one
-    micro-batch it is `never`.
+    Schedules and modes keep their order, and few micro-batches come before many. `except_last` is only listed
+    for GPipe, which alone runs the last micro-batch's backward first, and for several micro-batches.
+
+    Args:
+        mini_batch: Samples of a step.
+        schedules: Names of schedules.
+        modes: Recomputation modes.
+        sizes: Micro-batch sizes.
     """
     return [
         PipelineConfig(schedule, mode, mini_batch // size, size)
@@ -95,18 +108,18 @@ def pipeline_configs(
 
 
 def abbreviate(values: Sequence[int]) -> str:
-    """The values in words, the first twelve and the last of many."""
+    """Return the values as text: the first twelve, and the last of many."""
     text = ", ".join(str(value) for value in values[:12])
     return text if len(values) <= 12 else f"{text}, … {values[-1]}"
 
 
 def make_config_error(schedule: str, recompute: str, runtime: Runtime | None) -> UsageError:
-    """Where a request leaves no configuration."""
+    """Return the error of a request that leaves no configuration."""
     request = f"schedule={schedule!r}, recompute={recompute!r}"
     if runtime is None or (recompute in runtime.recompute and recompute == "except_last"):
         return UsageError(
-            f"{request} with 1 micro-batch: there is no such plan",
-            "Leave `recompute` at auto, or cut the global batch into two micro-batches or more.",
+            f"{request} needs 2 micro-batches or more, and the global batch makes 1",
+            "Leave `recompute` at auto, or use two micro-batches or more.",
         )
     modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
     return UsageError(
@@ -121,19 +134,22 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Where the layers of a pipeline are, and with which schedule and micro-batches it runs.
+    """Layers of a pipeline by stage, its devices, its schedule and its micro-batches.
 
-    `ends`: by stage, the number of layers before its end (the last is the number of layers of the chain).
-    `devices`: by stage, the ranks of its replicas, which share every micro-batch. Where a device has several
-    virtual stages, both are by part of the layers, in the order in which a micro-batch passes them, and the
-    devices repeat.
+    With several virtual stages per device, `ends` and `devices` are by part of the layers, in the order of a
+    micro-batch, and the devices repeat.
+
+    Attributes:
+        config: Schedule, recomputation and micro-batches.
+        ends: By stage, the number of layers up to its end. The last is the number of layers of the chain.
+        devices: By stage, the ranks of its replicas, which share every micro-batch.
     """
 
     config: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     estimate_seconds: float | None = field(default=None, compare=False)
-    """Of the step, as the planner that proposes it counts; None where it counts none."""
+    """Step in seconds by the estimate of the planner that proposes it. None if it has none."""
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -142,18 +158,18 @@ class Proposal:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage, how many devices share it."""
-        return tuple(len(own) for own in self.devices)
+        """By stage, the number of devices that share it."""
+        return tuple(len(ranks) for ranks in self.devices)
 
     @property
     def device_count(self) -> int:
-        """How many devices it uses."""
-        return len({device for own in self.devices for device in own})
+        """Number of devices."""
+        return len({device for ranks in self.devices for device in ranks})
 
 
 @dataclass(frozen=True)
 class ScoredPlan:
-    """A proposal that fits, with what each stage recomputes, and its simulated step."""
+    """A proposal that fits, with the recomputation of each stage and its simulated step."""
 
     proposal: Proposal
     recompute: tuple[Recompute, ...]
@@ -161,12 +177,12 @@ class ScoredPlan:
 
     @property
     def config(self) -> PipelineConfig:
-        """Schedule and micro-batches."""
+        """Schedule, recomputation and micro-batches."""
         return self.proposal.config
 
 
 def linear_pipeline(config: PipelineConfig, ends: Sequence[int], first_device: int = 0) -> Proposal:
-    """A pipeline of one device a stage, stage s on device `first_device` + s."""
+    """Return a pipeline of one device per stage: stage s on device `first_device` + s."""
     devices = tuple((first_device + stage,) for stage in range(len(ends)))
     return Proposal(config, tuple(int(end) for end in ends), devices)
 
@@ -177,7 +193,7 @@ def replicated_pipeline(
     replicas: Sequence[int],
     estimate_seconds: float | None = None,
 ) -> Proposal:
-    """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
+    """Return a pipeline with `replicas` devices by stage, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:
         devices.append(tuple(range(first, first + count)))
@@ -188,8 +204,16 @@ def replicated_pipeline(
 def near_shapes(
     cut_points: Sequence[int], ends: tuple[int, ...], replicas: tuple[int, ...], devices: int
 ) -> Iterator[Shape]:
-    """A cut or a device moved, a device more, of at most so many, or less, two stages joined, one parted.
-    `cut_points`: with 0 and the last layer's."""
+    """Yield neighbours of a shape.
+
+    A cut or a device moves, a device is added or removed, two stages are joined, or one is split.
+
+    Args:
+        cut_points: Allowed cuts, with 0 and the number of layers.
+        ends: By stage, the number of layers up to its end.
+        replicas: By stage, the number of devices.
+        devices: Most devices.
+    """
     at = [0, *(cut_points.index(end) for end in ends)]
     stages = range(len(ends))
     for cut in stages[:-1]:
@@ -220,7 +244,7 @@ def watching_best(tell: Callable[[float], None] | None) -> Iterator[None]:
     """Call `tell` with the step seconds of each plan that is faster than all earlier ones.
 
     Args:
-        tell: The function to call; None for a search that answers another question than the user's.
+        tell: The function to call. None for a search that answers a question other than the user's.
     """
     best = inf
 

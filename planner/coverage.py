@@ -1,4 +1,4 @@
-"""The plans for which a bound holds, searched ones or all possible ones, and their description in words."""
+"""Plans for which a bound holds, and their description in words."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 
 MOST_SHAPES = 64
-"""Choices of devices that are listed for an order, to find those of a plan."""
+"""Most choices of devices that are listed for an order, to find those of a plan."""
 
 
 def is_searched(problem: Problem, proposal: Proposal) -> bool:
-    """Whether a plan is one of those that the search looks at: its schedule, micro-batches, number of stages
-    and of replicas, and its stages on consecutive devices of one of the orders, or on any. Of a large problem
-    whether it is one of those that the search's bound is of: on any devices."""
+    """Return whether the search covers a plan, so that its bound holds for it.
+
+    The search covers a schedule, micro-batches, numbers of stages and replicas, and stages on consecutive
+    devices of one of the orders, or on any devices. The bound of a large problem covers any devices.
+    """
     if is_large(problem.space, problem.families):
         return _is_bounded(problem, proposal)
     return any(
@@ -46,41 +48,45 @@ def is_searched(problem: Problem, proposal: Proposal) -> bool:
 
 
 def _is_bounded(problem: Problem, proposal: Proposal) -> bool:
+    """Return whether the bound of a large problem covers a plan."""
     deep = problem.may_be_deeper and len(proposal.ends) > problem.stage_counts[-1]
     return (deep or len(proposal.ends) in problem.stage_counts) and any(
-        own.config == proposal.config and (own.any_count or set(proposal.replicas) <= set(own.replicas))
-        for own in problem.families
+        family.config == proposal.config
+        and (family.any_count or set(proposal.replicas) <= set(family.replicas))
+        for family in problem.families
     )
 
 
 def to_searched_devices(problem: Problem, proposal: Proposal) -> Proposal:
-    """The same plan on devices that are alike, of those that the search looks at; else as it is."""
+    """Return the same plan on equivalent devices that the search covers, if there are some."""
     if problem.gpus == 1 or is_searched(problem, proposal):
         return proposal
     symmetry = Symmetry(problem.topology)
-    own = symmetry.key(proposal.devices)
+    target = symmetry.key(proposal.devices)
     for family in _families(problem, proposal):
         for shape in _list_runs(family, proposal.replicas):
-            if symmetry.key(shape) == own:
+            if symmetry.key(shape) == target:
                 return replace(proposal, devices=shape)
     return proposal
 
 
 def _families(problem: Problem, proposal: Proposal) -> list[Family]:
-    """Those that have plans of its configuration, numbers of stages and of replicas."""
+    """Return the families with the plan's configuration, number of stages and numbers of replicas."""
     config, counts = proposal.config, set(proposal.replicas)
     if config.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
         return []
-    return [own for own in problem.families if own.config == config and counts <= set(own.replicas)]
+    return [
+        family for family in problem.families if family.config == config and counts <= set(family.replicas)
+    ]
 
 
 def _list_runs(family: Family, counts: Sequence[int]) -> list[Shape]:
-    """The devices that are searched for stages of as many replicas, in one order."""
+    """Return the searched devices for stages with these replicas, in one order."""
     return list(islice(_runs(family, counts), MOST_SHAPES))
 
 
 def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[Shape]:
-    """The stages' devices from a position in the order on."""
+    """Yield the stages' devices from a position in the order on."""
     ranks = family.placement.ranks
     if not counts:
         if not family.on_all or position == len(ranks):
@@ -95,7 +101,7 @@ def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[
 
 
 def describe_coverage(problem: Problem, result: SearchResult) -> str:
-    """The plans that the bound of an answer holds for, in words."""
+    """Describe the plans for which the bound of an answer holds."""
     if result.universal:
         return _any_plan(problem, problem.allowed_schedules)
     words = describe_exact_search(problem, relaxed=is_large(problem.space, problem.families))
@@ -105,6 +111,7 @@ def describe_coverage(problem: Problem, result: SearchResult) -> str:
 
 
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
+    """Describe all plans of some schedules."""
     if problem.makes_orders:
         schedules = ("any synchronous order of actions, each layer on one stage,",)
     what = f"any {_and(_left_free(problem))}"
@@ -117,19 +124,19 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
 
 
 def _and(words: Sequence[str]) -> str:
-    """`cuts, replicas and recomputation`."""
+    """Join words: `cuts, replicas and recomputation`."""
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
 
 
 def _left_free(problem: Problem) -> list[str]:
-    """What the options leave to the search, of a plan of any schedule."""
+    """Return what the options leave to the search, for a plan of any schedule."""
     replicas = problem.gpus > 1 and problem.runtime is None
     recompute = problem.options.recompute == "auto"
     return ["cuts", *(["replicas"] if replicas else []), *(["recomputation"] if recompute else [])]
 
 
 def _list_limits(problem: Problem) -> Iterator[str]:
-    """What the options, and the runtime, ask of a plan of any schedule."""
+    """Yield the requirements of options and runtime on a plan of any schedule."""
     options, runtime = problem.options, problem.runtime
     if options.recompute != "auto":
         yield f"recompute {_describe_mode(options.recompute)}"
@@ -143,19 +150,19 @@ def _list_limits(problem: Problem) -> Iterator[str]:
 
 
 def _list_other_limits(problem: Problem) -> Iterator[str]:
-    """On which devices, under which cuts, and which layers stay together."""
+    """Yield the requirements on devices, cuts and layers that stay together."""
     if problem.options.use_all:
         yield "on all devices"
     if cuts := _describe_cuts(problem):
         yield f"under {cuts}"
     if problem.untied_reason:
-        names = " and ".join(own.name for own in problem.chain.tied[:2])
+        names = " and ".join(weight.name for weight in problem.chain.tied[:2])
         more = f" and {len(problem.chain.tied) - 2} more" if len(problem.chain.tied) > 2 else ""
         yield f"the layers that share {names}{more} on one stage ({problem.untied_reason})"
 
 
 def describe_search(problem: Problem) -> str:
-    """The searched space in words, and what is proposed besides."""
+    """Describe the searched space, and the plans that are proposed without a search."""
     if problem.makes_orders:
         names = ", ".join(problem.heuristic_schedules)
         return f"{describe_exact_search(problem)}; {names} and orders of their own: heuristic only"
@@ -164,8 +171,13 @@ def describe_search(problem: Problem) -> str:
 
 
 def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:
-    """The searched space in words; `relaxed`: with what a large problem's proof has besides, every number
-    of stages and of replicas and any order of the devices."""
+    """Describe the searched space.
+
+    Args:
+        problem: What is asked.
+        relaxed: Whether the proof of a large problem also covers every number of stages and replicas and any
+            order of the devices.
+    """
     most = problem.stage_counts[-1]
     exactly = [name for name in problem.schedules if name in SEARCHED]
     modes = {config.recompute for config in problem.configs if config.schedule in exactly or not exactly}
@@ -183,7 +195,7 @@ def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:
 
 
 def describe_micro_batches(problem: Problem) -> str:
-    """How many there may be."""
+    """Describe the numbers of micro-batches."""
     counts = sorted({config.micro_batches for config in problem.configs})
     between = [count for count in divisors(problem.mini_batch) if counts[0] <= count <= counts[-1]]
     if len(counts) > 2 and counts == between:
@@ -192,14 +204,14 @@ def describe_micro_batches(problem: Problem) -> str:
 
 
 def _describe_devices(problem: Problem, *, any_order: bool) -> str:
-    """Which devices the stages take; nothing where there is no choice."""
+    """Describe the devices that the stages take; empty if there is no choice."""
     if any_order and problem.gpus > 1:
         return "any order of the devices"
     return "any devices for each stage" if problem.any_devices else describe_order(problem)
 
 
 def describe_order(problem: Problem) -> str:
-    """The orders of the devices that are searched; nothing where there is no choice."""
+    """Describe the searched orders of the devices; empty if there is no choice."""
     if problem.gpus == 1:
         return ""
     orders = " or ".join(dict.fromkeys(placement.in_words for placement in problem.placements))
@@ -207,7 +219,7 @@ def describe_order(problem: Problem) -> str:
 
 
 def _describe_cuts(problem: Problem) -> str:
-    """The fields given that say where stages end."""
+    """Return the fields of the options that restrict the cuts."""
     options = problem.options
     fields = {
         "cut_after": options.cut_after,

@@ -1,4 +1,4 @@
-"""The cuts of a chain that the options allow, and those that they ask for."""
+"""Cuts of a chain that the options allow or require."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from .plan_options import PlanOptions
 
 @dataclass(frozen=True)
 class CutLimits:
-    """`must_cut`: layers after which a stage ends; `pins`: (layer, its stage). All 0-based."""
+    """Cuts and pins that the options require, all 0-based.
+
+    Attributes:
+        must_cut: Layers after which a stage must end.
+        pins: (layer, stage that must hold it).
+    """
 
     must_cut: tuple[int, ...] = ()
     pins: tuple[tuple[int, int], ...] = ()
 
     @property
     def are_set(self) -> bool:
-        """Return whether there are any."""
+        """Whether there are any."""
         return bool(self.must_cut or self.pins)
 
     def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:
-        """Whether stages with these first layers and layers after the last may be."""
+        """Return whether stages with these (first layer, layer after the last) pairs are allowed."""
         ends = {end for _, end in bounds}
         return all(layer + 1 in ends for layer in self.must_cut) and all(
             stage < len(bounds) and bounds[stage][0] <= layer < bounds[stage][1] for layer, stage in self.pins
@@ -38,8 +43,16 @@ class CutLimits:
 
 
 def limit_cuts(chain: Chain, options: PlanOptions, *, untied_reason: str = "") -> tuple[Chain, CutLimits]:
-    """The chain without the cuts that the options forbid, with the cuts and pins that they ask for.
-    `untied_reason`: why it has no cuts between the users of one weight. Raises UsageError."""
+    """Return the chain without the cuts that the options forbid, and the cuts and pins that they require.
+
+    Args:
+        chain: Costs of the layers.
+        options: Options of the plan.
+        untied_reason: Why the chain has no cuts between the users of one weight. Empty if it has.
+
+    Raises:
+        UsageError: The options name unknown layers or contradict each other.
+    """
     cut_after = chain.cut_after.copy()
     for pattern in options.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
@@ -63,9 +76,9 @@ def _cuts(
         if not chain.cut_after[layer]:
             raise UsageError(
                 f"cut_after={name!r}: no stage may end there",
-                "The profile forbids it (pplan show tells why)"
-                + (f", or it parts layers that share a weight ({untied_reason})" if untied_reason else "")
-                + "; name a layer before or behind.",
+                "The profile forbids it (see pplan show)"
+                + (f", or it splits users of one weight ({untied_reason})" if untied_reason else "")
+                + ". Name an earlier or a later layer.",
             )
         if not cut_after[layer]:
             raise UsageError(
@@ -76,19 +89,19 @@ def _cuts(
 
 
 def _check_pins(options: PlanOptions, pins: Sequence[tuple[int, int]]) -> None:
-    """Layers of later stages may not stand before layers of earlier ones."""
+    """Check that no layer of a later stage comes before a layer of an earlier stage."""
     for (name, stage), (layer, _) in zip(options.pins, pins, strict=True):
         if stage < 0:
-            raise UsageError(f"pins={(name, stage)!r}: stages count from 0", "Use stage0, say.")
-        for (other, later), (other_layer, _) in zip(options.pins, pins, strict=True):
-            if layer == other_layer and stage != later:
+            raise UsageError(f"pins={(name, stage)!r}: stages count from 0", "Use stage0 or higher.")
+        for (other_name, other_stage), (other_layer, _) in zip(options.pins, pins, strict=True):
+            if layer == other_layer and stage != other_stage:
                 raise UsageError(
-                    f"pins={(name, stage)!r}: it is pinned to stage{later}, too", "Omit one of them."
+                    f"pins={(name, stage)!r}: it is pinned to stage{other_stage}, too", "Omit one of them."
                 )
-            if layer < other_layer and stage > later:
+            if layer < other_layer and stage > other_stage:
                 raise UsageError(
-                    f"pins={(name, stage)!r}: {other} comes behind it and is pinned to stage{later}",
-                    "Stages hold the layers in their order: pin them so.",
+                    f"pins={(name, stage)!r}: the later layer {other_name} is pinned to stage{other_stage}",
+                    "Stages hold the layers in order. Pin later layers to the same or later stages.",
                 )
 
 
@@ -108,7 +121,16 @@ def _no_such_layer(chain: Chain, field: str, name: str) -> UsageError:
 
 
 def check_layer_count(chain: Chain, gpus: int, options: PlanOptions) -> None:
-    """Raises UsageError for more devices than layers, where the runtime has no replicas."""
+    """Check that there are not more devices than layers, if the runtime has no replicas.
+
+    Args:
+        chain: Costs of the layers.
+        gpus: Number of devices.
+        options: Options of the plan.
+
+    Raises:
+        UsageError: There are more devices than layers.
+    """
     if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
         raise UsageError(
             f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",

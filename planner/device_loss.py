@@ -1,15 +1,15 @@
-"""The plan for the devices that are left of another plan's, which moves few weights.
+"""Replanning after the loss of devices, with few weights to move.
 
-Let T be the shortest step in seconds of the plans that are scored, `step(p)` the step of plan p, and
-`moved(p)` the bytes of weights and buffers that its devices must receive. The answer minimises
+Let T be the shortest step in seconds of the scored plans, `step(p)` the step of plan p, and `moved(p)` the
+bytes of weights and buffers that its devices must receive. The answer minimises
 
     moved(p)    subject to    step(p) <= (1 + within) T
 
 and, among equals, the step. With `within` = 0 it is the fastest plan, whatever it moves. Plans keep the
-schedule and the global batch. Where there are few, all cuts, replicas and micro-batches are scored. Else the
-search solves the problem on the devices that are left, and plans near the old one and near the fastest so far
-are scored: a cut or a device moves, stages are joined or parted. Stages take the devices that are left in
-rank order, the faster ones first, or those that have most of their layers.
+schedule and the global batch. If there are few, all cuts, replicas and micro-batches are scored. Otherwise
+the search solves the problem on the remaining devices, and neighbours of the old plan and of the fastest
+plans so far are scored: a cut or a device moves, stages are joined or split. Stages take the remaining
+devices in rank order, or fastest first, or those that hold most of their layers.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .stage_table import Floats
 from .weight_moves import Layers, WeightMove, assign_devices, count_moved_bytes, layers_by_device, list_moves
 
 MOST_SHAPES = 800
-"""All plans are looked at where there are so many, times configurations; else about so many."""
+"""Most (shape, configuration) pairs for which all plans are scored. Otherwise about as many are scored."""
 LEADING = 4
-"""Plans that are varied at a time: the fastest so far."""
+"""Number of fastest plans whose neighbours are scored at a time."""
 SECONDS = 2.0
-"""Time limit of the search."""
+"""Time limit of the search in seconds."""
 MOST_NEAR = 200
-"""Plans that are near the fastest whose devices are chosen by what they have."""
+"""Most plans near the fastest for which devices are chosen by the layers that they hold."""
 
 
 AnyPlan = TypeVar("AnyPlan", ScoredPlan, Plan)
@@ -52,10 +52,15 @@ AnyPlan = TypeVar("AnyPlan", ScoredPlan, Plan)
 
 @dataclass(frozen=True)
 class Replan(Generic[AnyPlan]):
-    """The new `plan`, on the ranks of the old one, with the weights that it moves.
+    """The new plan on the ranks of the old one, with the weights that it moves.
 
-    `move_seconds` leaves out what comes from a checkpoint. `fastest_seconds`: the step of the fastest plan
-    that was looked at. `complete`: all cuts, replicas and micro-batches were; `any_devices`: on any devices.
+    Attributes:
+        plan: The plan.
+        moves: Weights that move between devices or come from a checkpoint.
+        move_seconds: Seconds of the moves between devices.
+        fastest_seconds: Step of the fastest plan that was scored.
+        complete: Whether all cuts, replicas and micro-batches were scored.
+        any_devices: Whether the answer is independent of the devices' order, because all are alike.
     """
 
     plan: AnyPlan
@@ -65,48 +70,58 @@ class Replan(Generic[AnyPlan]):
     complete: bool
     any_devices: bool
     ranks: tuple[int, ...] = ()
-    """Of the devices that are left."""
+    """Ranks of the remaining devices."""
 
     @property
     def moved_bytes(self) -> int:
-        """That go from device to device, or come from a checkpoint."""
+        """Bytes that go from device to device or come from a checkpoint."""
         return sum(move.bytes for move in self.moves)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """That no device which is left has."""
+        """Bytes that no remaining device holds."""
         return sum(move.bytes for move in self.moves if move.sender is None)
 
 
 def replan_problem(
     problem: Problem, present: ScoredPlan, lost: Iterable[int], within: float = 0.05
 ) -> Replan[ScoredPlan]:
-    """The plan for the devices that are left without the `lost` ones. Raises UsageError for devices that
-    there are not, or where none is left, and InfeasibleError where no plan that was looked at fits."""
+    """Find the plan for the remaining devices.
+
+    Args:
+        problem: The problem of the old plan.
+        present: The old plan.
+        lost: Ranks of the lost devices.
+        within: Share by which the step may exceed that of the fastest plan.
+
+    Raises:
+        UsageError: A rank does not exist, or no device is left.
+        InfeasibleError: No scored plan fits.
+    """
     ranks = _ranks_left(problem, present, lost)
     shapes = _Shapes(problem, present, ranks, within)
     shapes.look(lambda: _solve_left(problem, present.config.schedule, ranks))
     if not shapes.steps:
         raise InfeasibleError(
-            f"no plan fits on what is left, {format_count(len(ranks), 'device')}",
-            "Solve for a machine of as many devices: it says what would fit.",
+            f"no plan fits on the remaining {format_count(len(ranks), 'device')}",
+            "Solve for a machine with this many devices. The answer says what would fit.",
         )
     longest = shapes.longest
     near = sorted(
         (plan for plan in shapes.steps.values() if plan.step_seconds <= longest),
         key=lambda plan: plan.step_seconds,
     )
-    before = layers_by_device(present.proposal)
-    before = {rank: before[rank] for rank in ranks if rank in before}
+    held_layers = layers_by_device(present.proposal)
+    held_layers = {rank: held_layers[rank] for rank in ranks if rank in held_layers}
     weights = np.asarray(problem.chain.parameter_bytes + problem.chain.buffer_bytes, dtype=np.float64)
-    best, fastest_seconds = shapes.move_least(near, before, weights)
-    moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
+    best, fastest_seconds = shapes.move_least(near, held_layers, weights)
+    moves, seconds = list_moves(problem.topology, held_layers, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
     return Replan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
 
 
 def _solve_left(problem: Problem, schedule: str, ranks: Sequence[int]) -> ScoredPlan | None:
-    """Find the fastest plan for the devices of these ranks; None where none fits."""
+    """Return the fastest plan for the devices of these ranks; None if none fits."""
     topology, options = problem.topology, problem.options
     kinds = [topology.device(rank) for rank in ranks]
     groups = tuple(Group(kind, len(list(alike))) for kind, alike in groupby(kinds))
@@ -124,7 +139,7 @@ def _solve_left(problem: Problem, schedule: str, ranks: Sequence[int]) -> Scored
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
     missing = sorted(set(lost))
     if not missing:
-        raise UsageError("`lost`: names no device", "Give the ranks of those that are gone: lost=(3, 7).")
+        raise UsageError("`lost` names no device", "Give the ranks of the lost devices: lost=(3, 7).")
     strange = [rank for rank in missing if not 0 <= rank < problem.gpus]
     if strange:
         there = "there is" if problem.gpus == 1 else "there are"
@@ -134,20 +149,22 @@ def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> t
         )
     ranks = tuple(rank for rank in range(problem.gpus) if rank not in set(missing))
     if not ranks:
-        raise UsageError(f"`lost`: no device is left of {problem.gpus}", "Name fewer.")
+        raise UsageError(f"`lost` names all {format_count(problem.gpus, 'device')}", "Name fewer.")
     config = present.config
     if config.schedule not in SEARCHED or config.virtual_stages > 1:
         raise UsageError(
-            f"the plan's schedule, {config.schedule}: only plans of {' and '.join(SEARCHED)} are made anew",
-            "Solve again for the devices that are left.",
+            f"a plan of {config.schedule} cannot be replanned, only plans of {' and '.join(SEARCHED)}",
+            "Solve again for the remaining devices.",
         )
     return ranks
 
 
 @dataclass
 class _Shapes:
-    """The plans that were looked at, the fastest of each shape; of those that are not near the fastest, steps
-    without waiting for ports that stages share."""
+    """Scored plans, the fastest of each shape.
+
+    The steps of plans that are not near the fastest leave out waiting for shared ports.
+    """
 
     problem: Problem
     present: ScoredPlan
@@ -158,13 +175,13 @@ class _Shapes:
     _scored: set[tuple[Shape, PipelineConfig]] = field(default_factory=set)
 
     def look(self, solve: Callable[[], ScoredPlan | None] = lambda: None) -> None:
-        """Score all plans, where there are few; else those near the present one and the one of `solve`."""
-        configs = [own for own in self.problem.configs if own.schedule == self.present.config.schedule]
+        """Score all plans if there are few, else neighbours of the present plan and of that of `solve`."""
+        configs = [held for held in self.problem.configs if held.schedule == self.present.config.schedule]
         if self._count() * len(configs) <= MOST_SHAPES:
             self.complete = True
             self._score((shape, config) for config in configs for shape in self._every())
             return
-        left = [len(set(own) & set(self.ranks)) for own in self.present.proposal.devices]
+        left = [len(set(held) & set(self.ranks)) for held in self.present.proposal.devices]
         starts = list(self._starts(self.present.proposal.ends, left))
         if (best := solve()) is not None and self._allows(best.proposal):
             self.steps[_shape(best)] = best
@@ -189,7 +206,7 @@ class _Shapes:
 
     @property
     def longest(self) -> float:
-        """Seconds of the longest step that a plan near the fastest may have."""
+        """Most seconds of a step near the fastest."""
         least = min((plan.step_seconds for plan in self.steps.values()), default=inf)
         return least * (1 + self.within)
 
@@ -198,7 +215,7 @@ class _Shapes:
         return self.problem.space.table(self.problem.chain.sizes[0]).cut_points
 
     def _count(self) -> int:
-        """Of all shapes."""
+        """Return the number of all shapes."""
         inner, devices = len(self._cut_points) - 2, len(self.ranks)
         return sum(
             comb(inner, stages - 1) * comb(devices, stages)
@@ -207,15 +224,23 @@ class _Shapes:
         )
 
     def _every(self) -> Iterator[Shape]:
+        """Yield all shapes."""
         devices, last = len(self.ranks), self._cut_points[-1]
         for stages in self.problem.stage_counts:
-            counts = [own for own in product(range(1, devices + 1), repeat=stages) if sum(own) <= devices]
+            counts = [
+                replicas
+                for replicas in product(range(1, devices + 1), repeat=stages)
+                if sum(replicas) <= devices
+            ]
             for cuts in combinations(self._cut_points[1:-1], stages - 1):
-                yield from (((*cuts, last), own) for own in counts)
+                yield from (((*cuts, last), replicas) for replicas in counts)
 
     def _starts(self, ends: tuple[int, ...], left: list[int]) -> Iterator[Shape]:
-        """The plan's stages with the replicas that are left; a stage that lost all takes one of the stage
-        with most, or is joined to the one beside it. And as many on each, and one stage."""
+        """Yield shapes with the plan's stages and the remaining replicas.
+
+        A stage that lost all replicas takes one of the largest stage, or is joined with a neighbour. Equal
+        replicas and a single stage follow.
+        """
         joined_ends, joined = list(ends), list(left)
         while 0 in joined and len(joined) > 1:
             at = joined.index(0)
@@ -224,17 +249,17 @@ class _Shapes:
             joined[other] += joined[at]
             joined.pop(at)
         yield tuple(joined_ends), tuple(joined)
-        own = list(left)
-        while 0 in own and max(own) > 1:
-            own[own.index(max(own))] -= 1
-            own[own.index(0)] += 1
-        yield ends, tuple(own)
+        moved = list(left)
+        while 0 in moved and max(moved) > 1:
+            moved[moved.index(max(moved))] -= 1
+            moved[moved.index(0)] += 1
+        yield ends, tuple(moved)
         equal = len(self.ranks) // len(ends)
         yield ends, (equal,) * len(ends)
         yield (self._cut_points[-1],), (len(self.ranks),)
 
     def _score(self, rows: Iterable[tuple[Shape, PipelineConfig]]) -> None:
-        """The new ones, those of one configuration and number of stages side by side."""
+        """Score new shapes, those of one configuration and number of stages together."""
         alike: dict[tuple[PipelineConfig, int], list[Proposal]] = {}
         for shape, config in rows:
             ends, replicas = shape
@@ -248,24 +273,26 @@ class _Shapes:
                     alike.setdefault((config, len(ends)), []).append(proposal)
         for proposals in alike.values():
             for plan in self._score_alike(proposals):
-                other = self.steps.get(_shape(plan))
-                if other is None or plan.step_seconds < other.step_seconds:
+                known = self.steps.get(_shape(plan))
+                if known is None or plan.step_seconds < known.step_seconds:
                     self.steps[_shape(plan)] = plan
 
     @cached_property
     def _orders(self) -> tuple[tuple[int, ...], ...]:
-        """The devices that are left by rank and, where they differ, those first that are faster."""
+        """Remaining devices by rank and, if they differ, fastest first."""
         topology = self.problem.topology
         by_speed = tuple(sorted(self.ranks, key=lambda rank: -topology.device(rank).speed))
         return tuple(dict.fromkeys((self.ranks, by_speed)))
 
     def _score_alike(self, proposals: Sequence[Proposal]) -> Iterator[ScoredPlan]:
-        """Those of one configuration and number of stages that fit."""
+        """Yield the plans that fit, of one configuration and number of stages."""
         space = self.problem.space
         pairs = [(proposal, modes) for proposal in proposals if (modes := choose_modes(space, proposal))]
         if not pairs:
             return
-        pipelines = build_pipelines(space, [own for own, _ in pairs], [modes for _, modes in pairs])
+        pipelines = build_pipelines(
+            space, [proposal_ for proposal_, _ in pairs], [modes for _, modes in pairs]
+        )
         steps = pipelines.without_sharing().step_seconds()
         near = np.flatnonzero(steps <= self.longest)
         if len(near):
@@ -274,7 +301,7 @@ class _Shapes:
             yield ScoredPlan(proposal, modes, step)
 
     def _allows(self, proposal: Proposal) -> bool:
-        """As the options do, but for `use_all`, which is of the devices that are left."""
+        """Return whether the options allow a plan; `use_all` refers to the remaining devices."""
         if self.problem.options.use_all and proposal.device_count < len(self.ranks):
             return False
         return len(proposal.ends) in self.problem.stage_counts and self._without_all.allows(proposal)
@@ -286,16 +313,23 @@ class _Shapes:
     def move_least(
         self, near: Sequence[ScoredPlan], before: dict[int, Layers], weights: Floats
     ) -> tuple[ScoredPlan, float]:
-        """Of these plans, the fastest first, as they are or on the devices that have most of their layers,
-        the one near the fastest that moves the fewest bytes; and the step of the fastest. A runtime numbers
-        its devices."""
+        """Return the plan near the fastest that moves the fewest bytes, and the step of the fastest.
+
+        Each plan is tried on its devices and on those that hold most of its layers, unless a runtime fixes
+        the ranks.
+
+        Args:
+            near: Plans near the fastest, fastest first.
+            before: Layers that each device holds.
+            weights: (layers,) bytes of weights and buffers.
+        """
         plans = list(near)
         if self.problem.runtime is None:
-            others = [self._on_owners(plan, before, weights) for plan in near[:MOST_NEAR]]
+            moved_plans = [self._on_owners(plan, before, weights) for plan in near[:MOST_NEAR]]
             if not is_uniform(self.problem.topology):
-                scored = [fastest(self.problem.space, [other.proposal]) for other in others]
-                others = [plan for plan in scored if plan is not None]
-            plans += others
+                scored = [fastest(self.problem.space, [moved_plan.proposal]) for moved_plan in moved_plans]
+                moved_plans = [plan for plan in scored if plan is not None]
+            plans += moved_plans
         least = min(plan.step_seconds for plan in plans)
         plans = [plan for plan in plans if plan.step_seconds <= least * (1 + self.within)]
         best = min(
@@ -304,10 +338,10 @@ class _Shapes:
         return best, least
 
     def _on_owners(self, plan: ScoredPlan, before: dict[int, Layers], weights: Floats) -> ScoredPlan:
-        """The plan on the devices that have most of its layers; its step is of its own devices."""
-        own = plan.proposal
-        devices = assign_devices(before, self.ranks, own.bounds, own.replicas, weights)
-        return replace(plan, proposal=replace(own, devices=devices))
+        """Return the plan on the devices that hold most of its layers, with its step unchanged."""
+        proposal = plan.proposal
+        devices = assign_devices(before, self.ranks, proposal.bounds, proposal.replicas, weights)
+        return replace(plan, proposal=replace(proposal, devices=devices))
 
 
 def _shape(plan: ScoredPlan) -> Shape:

@@ -1,6 +1,6 @@
-"""Problems without a plan: the check that failed, the tightest stage, and the changes that make a plan fit.
+"""Explanation of problems without a plan: the failed check, the tightest stage, and changes that help.
 
-Memory answers, by `smallest_plan`. No search runs, and every change that is named was tried.
+`smallest_plan` answers questions about memory. No search runs, and every named change was tried.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .smallest_plan import (
 TOO_SMALL = " Memory is too small for that, too."
 NO_HELP = "Omitting options does not help: check `mini_batch` and the machine."
 MORE_GPUS = 4
-"""Times the devices of the problem, up to which more devices are suggested."""
+"""Largest multiple of the problem's devices that is suggested."""
 _FREE = PlanOptions()
 _NARROWING = (
     *("pins", "cut_after", "keep_together", "max_stages", "use_all", "runtime", "micro_batches"),
     *("min_micro_batch",),
     *("schedule", "recompute", "planner"),
 )
-"""Options that leave plans out."""
+"""Options that exclude plans."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
-    """Make the error for a problem without a plan.
+    """Return the error for a problem without a plan.
 
     Args:
-        problem: A problem that `nothing_fits` rules out, or whose search found no plan.
+        problem: A problem that `nothing_fits` excludes, or whose search found no plan.
 
     Returns:
         The error with the failed check, or the tightest stage of the plan that needs the least memory.
@@ -91,7 +91,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
 
 
 def _tightest_stage(problem: Problem, smallest: SmallestPlan, limit: int) -> dict[str, Any]:
-    """Describe the tightest stage of the plan that needs the least memory, as JSON holds it."""
+    """Return the tightest stage of the plan that needs the least memory, as JSON."""
     stage = smallest.stages[smallest.number]
     first, end = smallest.proposal.bounds[smallest.number]
     return {
@@ -110,7 +110,7 @@ def _tightest_stage(problem: Problem, smallest: SmallestPlan, limit: int) -> dic
 
 
 def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, is_least: bool) -> str:
-    """Describe that stage in words."""
+    """Return that stage in words."""
     config, stage = smallest.proposal.config, details["stage"]
     recompute = smallest.stages[smallest.number].recompute.replace("_", " ")
     terms = (
@@ -127,22 +127,22 @@ def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, is_least
 
 
 def _no_plan_of_planner(problem: Problem) -> InfeasibleError | None:
-    """Make the error of a named planner; None if memory is too small for any plan of any planner."""
+    """Return the error of a named planner; None if memory is too small for any plan of any planner."""
     name = problem.options.planner
     why = str(plan_with(find_planner(name), problem))
-    others = _fits(problem, replace(problem.options, planner=BEST))
-    if not others and why.startswith(UNFIT):
+    other_plans_fit = _fits(problem, replace(problem.options, planner=BEST))
+    if not other_plans_fit and why.startswith(UNFIT):
         return None
-    hint = "Omit `planner`: other plans fit." if others else f"Omit `planner`.{TOO_SMALL}"
+    hint = "Omit `planner`: other plans fit." if other_plans_fit else f"Omit `planner`.{TOO_SMALL}"
     return InfeasibleError(f"planner={name!r}: {why}", hint)
 
 
 def _changes(problem: Problem, enough: float) -> Iterator[str]:
-    """List single changes with which a plan fits, the cheapest for the user first.
+    """Yield single changes with which a plan fits, cheapest for the user first.
 
     Args:
         problem: A problem without a plan.
-        enough: Bytes of a device with which a plan of the problem fits.
+        enough: Bytes per device with which a plan of the problem fits.
     """
     options = problem.options
     free: dict[str, Any] = {"mini_batch": problem.mini_batch, "micro_batches": None}
@@ -153,8 +153,10 @@ def _changes(problem: Problem, enough: float) -> Iterator[str]:
         f"recompute={OFFLOAD!r}": {"recompute": OFFLOAD},
     }
     together = "micro_batches='auto' schedule='auto' recompute='auto'"
-    every = {together: {**free, "schedule": "auto", "recompute": "auto"}}
-    sizes = {name: own.bytes_per_parameter(problem.precision.bytes) for name, own in OPTIMIZERS.items()}
+    all_together = {together: {**free, "schedule": "auto", "recompute": "auto"}}
+    sizes = {
+        name: optimizer.bytes_per_parameter(problem.precision.bytes) for name, optimizer in OPTIMIZERS.items()
+    }
     smaller = [
         name
         for name in sorted(sizes, key=lambda name: -sizes[name])
@@ -164,10 +166,10 @@ def _changes(problem: Problem, enough: float) -> Iterator[str]:
         f"zero={stage}": {"zero": stage} for stage in range(options.zero + 1, 4)
     }
     fitting = _fitting(problem, runs)
-    yield from fitting or _fitting(problem, every)
+    yield from fitting or _fitting(problem, all_together)
     yield from _fitting(problem, {f"optimizer={name!r}": {"optimizer": name} for name in smaller})
     yield from islice(_fitting(problem, shards), 1)
-    # Without a requested global batch it would grow with the GPUs, and with it what a stage holds.
+    # The default global batch grows with the GPUs, and with it the memory of a stage, so it is fixed.
     if (gpus := _more_gpus(problem)) is not None:
         yield f"gpus={gpus * problem.sharers} mini_batch={problem.mini_batch}"
     if enough < inf:
@@ -175,7 +177,7 @@ def _changes(problem: Problem, enough: float) -> Iterator[str]:
 
 
 def _fitting(problem: Problem, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """List the changes of options with which a plan fits."""
+    """Yield the changes of options with which a plan fits."""
     for words, changed in changes.items():
         with suppress(UsageError):
             if _fits(problem, replace(problem.options, **changed)):
@@ -191,7 +193,7 @@ def _fits(problem: Problem, options: PlanOptions) -> bool:
 
 
 def _more_gpus(problem: Problem) -> int | None:
-    """Return the fewest devices above those offered on which a plan fits, up to `MORE_GPUS` times as many."""
+    """Return the fewest additional devices on which a plan fits, up to `MORE_GPUS` times as many."""
     topology = problem.topology
     most = min(MORE_GPUS * problem.gpus, topology.capacity or MORE_GPUS * problem.gpus)
     if problem.runtime is not None and problem.runtime.replicas == "none":
@@ -209,10 +211,10 @@ def _more_gpus(problem: Problem) -> int | None:
 
 
 def _enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
-    """Return bytes a device with which a plan fits; inf if none is known.
+    """Return bytes per device with which a plan fits; inf if none is known.
 
     Plans of schedules that `find_smallest_plan` does not count, and plans with parts of equal bytes, are
-    counted by action.
+    counted action by action.
     """
     if smallest is not None and smallest.is_counted:
         return smallest.memory_bytes
@@ -223,7 +225,7 @@ def _enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
 
 
 def _memory_text(size: float) -> str:
-    """Format bytes with three digits, rounded up, in the largest unit that is not larger."""
+    """Return bytes with three digits, rounded up, in the largest unit that is not larger."""
     unit, factor = next((unit, factor) for unit, factor in _UNITS if size >= factor or factor == 1)
     value = size / factor
     decimals = 2 if value < 10 else 1 if value < 100 else 0
@@ -231,18 +233,18 @@ def _memory_text(size: float) -> str:
 
 
 def _narrowing(options: PlanOptions) -> list[str]:
-    """Return the fields that leave plans out, of those that are given."""
+    """Return the given options that exclude plans."""
     return [field for field in _NARROWING if getattr(options, field) != getattr(_FREE, field)]
 
 
 def _without(problem: Problem, fields: Iterable[str]) -> PlanOptions:
-    """Return the options without these fields, with the same global batch."""
+    """Return the options without these fields and with the same global batch."""
     free: dict[str, Any] = {field: getattr(_FREE, field) for field in fields}
     return replace(problem.options, mini_batch=problem.mini_batch, **free)
 
 
 def _leave_out(problem: Problem) -> str:
-    """Say which of the given options to omit: each that is enough alone, else all of them."""
+    """Return which of the given options to omit: each that is enough alone, else all of them."""
     fields = _narrowing(problem.options)
     enough = [f"`{field}`" for field in fields if _fits(problem, _without(problem, [field]))]
     if enough:
@@ -253,7 +255,7 @@ def _leave_out(problem: Problem) -> str:
 
 
 def _check_sizes(problem: Problem) -> Iterator[InfeasibleError]:
-    """The profile holds some replica's share of a micro-batch."""
+    """Check that the profile has costs for some replica's share of a micro-batch."""
     configs = problem.configs
     if any(problem.replica_choices(config.micro_batch_size) for config in configs):
         return
@@ -261,7 +263,7 @@ def _check_sizes(problem: Problem) -> Iterator[InfeasibleError]:
 
 
 def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:
-    """A schedule has as many devices, parts of the layers and micro-batches as it needs."""
+    """Check that a schedule gets the devices, parts of the layers and micro-batches that it needs."""
     if any(name in SEARCHED for name in problem.schedules):
         return
     names, blocks = " or ".join(problem.schedules), problem.space.chain.max_stages
@@ -272,8 +274,8 @@ def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:
         )
     if parts > 1 and 2 * parts > blocks:
         yield InfeasibleError(
-            f"{names} has {parts} parts of the layers on each device: two devices need {2 * parts} blocks "
-            f"between cuts, and there are {blocks}",
+            f"{names} has {parts} parts of the layers per device, so two devices need {2 * parts} blocks "
+            f"between cuts; the model has {blocks}",
             "Use schedule='auto', or profile with granularity='fine' for more layers.",
         )
     from .other_schedules import find_refusal  # most problems have no other schedules
@@ -283,7 +285,7 @@ def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:
 
 
 def _working_numbers(problem: Problem) -> str:
-    """The number of micro-batches next to the requested one that the schedule runs with on most devices."""
+    """Return the closest number of micro-batches with which the schedule runs on the most devices."""
     config, schedule = problem.configs[0], find_schedule(problem.schedules[0])
     number, size = config.micro_batches, config.micro_batch_size
     stages = min(problem.stage_counts[-1], problem.space.chain.max_stages // schedule.default_virtual_stages)
@@ -295,9 +297,9 @@ def _working_numbers(problem: Problem) -> str:
 
 
 def _check_pins(problem: Problem) -> Iterator[InfeasibleError]:
-    """Enough cuts lie before each pinned layer, and between two of them, and there are stages enough."""
+    """Check that there are enough cuts before each pinned layer and between two, and enough stages."""
     cuts, names = problem.space.table(problem.chain.sizes[0]).cut_points, problem.chain.names
-    before, stage_before, most = 0, 0, problem.stage_counts[-1]
+    last_layer, last_stage, most = 0, 0, problem.stage_counts[-1]
     previous = "the beginning"
     for layer, stage in sorted(problem.space.limits.pins):
         pin = f"pins={(names[layer], stage)!r}"
@@ -306,18 +308,18 @@ def _check_pins(problem: Problem) -> Iterator[InfeasibleError]:
                 f"{pin}: it needs {stage + 1} stages, and {_most_stages(problem)}",
                 f"Pin it to stage{most - 1} or an earlier one.",
             )
-        number = sum(before < cut <= layer for cut in cuts)
-        if number < stage - stage_before:
+        number = sum(last_layer < cut <= layer for cut in cuts)
+        if number < stage - last_stage:
             yield InfeasibleError(
-                f"{pin}: stage {stage} needs {format_count(stage - stage_before, 'cut')} between {previous} "
-                f"on stage {stage_before} and {names[layer]}, and {number or 'none'} can be made",
-                f"Pin it to stage{stage_before + number}, or omit the pin.",
+                f"{pin}: stage {stage} needs {format_count(stage - last_stage, 'cut')} between {previous} "
+                f"on stage {last_stage} and {names[layer]}, and {number or 'none'} can be made",
+                f"Pin it to stage{last_stage + number}, or omit the pin.",
             )
-        before, stage_before, previous = layer, stage, names[layer]
+        last_layer, last_stage, previous = layer, stage, names[layer]
 
 
 def _check_cuts(problem: Problem) -> Iterator[InfeasibleError]:
-    """There are stages enough for the cuts that are asked for."""
+    """Check that there are enough stages for the required cuts."""
     number, most = len(problem.space.limits.must_cut), problem.stage_counts[-1]
     if number + 1 > most:
         yield InfeasibleError(
@@ -328,7 +330,7 @@ def _check_cuts(problem: Problem) -> Iterator[InfeasibleError]:
 
 
 def _check_trained(problem: Problem) -> Iterator[InfeasibleError]:
-    """Every stage has something to train, where the runtime asks that."""
+    """Check that every stage has weights to train, if the runtime requires that."""
     runtime, chain = problem.runtime, problem.chain
     if runtime is None or not runtime.trains_every_stage:
         return
@@ -339,13 +341,13 @@ def _check_trained(problem: Problem) -> Iterator[InfeasibleError]:
         if not np.any(chain.trainable_bytes[first:end] > 0):
             yield InfeasibleError(
                 f"runtime={runtime.name!r}: it trains every stage, and {chain.name_range(first, end)} "
-                f"{'has' if end - first == 1 else 'have'} no weights that are trained (0 trainable bytes)",
-                "Cut behind a layer that is trained, or use another runtime: runtime='torch'.",
+                f"{'has' if end - first == 1 else 'have'} no trainable weights (0 trainable bytes)",
+                "Cut after a layer with trainable weights, or use runtime='torch'.",
             )
 
 
 def _check_all_used(problem: Problem) -> Iterator[InfeasibleError]:
-    """Stages and their replicas can be as many as the devices, where all are to be used."""
+    """Check that stages and replicas can add up to all devices, if all must be used."""
     if not problem.options.use_all:
         return
     gpus, stages = problem.usable_gpus, problem.stage_counts[-1]
@@ -365,7 +367,7 @@ def _check_all_used(problem: Problem) -> Iterator[InfeasibleError]:
 
 
 def _device_totals(counts: Sequence[int], stages: int, most: int) -> set[int]:
-    """Numbers of devices, up to `most`, of up to so many stages with these numbers of replicas."""
+    """Return the numbers of devices, up to `most`, that at most `stages` stages can take in all."""
     totals = latest = {0}
     for _ in range(stages):
         latest = {total + count for total in latest for count in counts if total + count <= most} - totals
@@ -379,7 +381,7 @@ _CHECKS = (_check_sizes, _check_schedules, _check_pins, _check_cuts, _check_trai
 
 
 def _most_stages(problem: Problem) -> str:
-    """Name the limit on the number of stages, with its value."""
+    """Return the limit on the number of stages in words, with its value."""
     most = problem.stage_counts[-1]
     if most == problem.options.max_stages:
         return f"max_stages={most} allows no more"

@@ -1,8 +1,9 @@
-"""The best plan of a problem: the search, from three simple plans, and what it proved.
+"""Search for the best plan of a problem, starting from three simple plans, with its proof.
 
 The bound of an answer holds for every plan that the answer was allowed to be. A plan of the searched space
-has the search's bound; one from outside, as a planner's on devices in another order, the universal one.
-Neither is lowered to the step of a plan: a step below its bound is a defect, and raised as one.
+has the search's bound. A plan from outside, such as a planner's on devices in another order, has the
+universal one. No bound is lowered to the step of a plan: a step below its bound is a defect and raises an
+error.
 """
 
 from __future__ import annotations
@@ -24,33 +25,37 @@ from .search.budget import WORK_A_SECOND, OutOfTime
 from .smallest_plan import fitting_plans, nothing_fits
 
 SEARCH_SHARE = 0.8
-"""Share of the time limit's work that the search may do; the rest is for work that is not counted."""
+"""Share of the time limit's work for the search. The rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
-"""Share of the time that the search may take where other schedules are searched after it."""
+"""Share of the time for the exact search if other schedules are searched afterwards."""
 FOR_KNOWN = 0.75
-"""Share of the time that known schedules may take where an order is made for the plan afterwards."""
+"""Share of the time for known schedules if an order is synthesized afterwards."""
 MOST_COUNTS = 2
-"""Numbers of micro-batches for each of which orders are sought alone."""
+"""Numbers of micro-batches for each of which orders are synthesized alone."""
 BEST = "best"
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 NOT_ALLOWED = "the options allow none of its plans"
 PLANNER_SHARE = 0.2
-"""Share of the remaining time that the proposals of one planner may take, and then their steps."""
+"""Share of the remaining time for the proposals of one planner, and then for their steps."""
 SMALL = 1_000
-"""Devices times blocks between cuts, up to which a problem is small."""
+"""Most devices times blocks between cuts of a small problem."""
 
 
 @dataclass(frozen=True)
 class JointSearchResult:
-    """The best plan and what was proven; `by_planner`: the best plan of each named planner, or why it has
-    none."""
+    """Best plan of a problem and what was proven.
+
+    Attributes:
+        result: The search's result.
+        by_planner: By named planner, its best plan or why it has none.
+    """
 
     result: SearchResult
     by_planner: Mapping[str, ScoredPlan | str]
 
     @property
     def best(self) -> ScoredPlan | None:
-        """The plan, where one fits."""
+        """The best plan; None if none fits."""
         return self.result.best
 
 
@@ -59,11 +64,11 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
 
     Args:
         problem: What is asked.
-        planners: Known planners to compare with: no plan that they propose in time under an allowed schedule
-            is faster.
+        planners: Known planners to compare with. No plan that they propose in time under an allowed schedule
+            is faster than the answer.
 
     Returns:
-        The answer. No search runs where memory rules every plan out.
+        The answer. No search runs if memory excludes every plan.
 
     Raises:
         UsageError: The planner is unknown.
@@ -73,11 +78,11 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
         return JointSearchResult(SearchResult(None, inf, inf, exact=True), dict.fromkeys(planners, UNFIT))
     if planner != BEST:
         plan = plan_with(find_planner(planner), problem)
-        own = {planner: plan}
+        by_name = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
-        return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
+        return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(by_name))), by_name)
     whole, problem = problem, _with_time_for_orders(problem)
-    # Among interleaved pipelines a known planner's is the simple one.
+    # For interleaved pipelines, the known planner's proposal is the simple plan.
     simple = (*BASELINES, INTERLEAVED) if problem.schedules == (INTERLEAVED,) else BASELINES
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     seeds = _allowed_plans(problem, by_planner)
@@ -106,7 +111,7 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
 
 
 def _fitting_plan(problem: Problem) -> ScoredPlan | None:
-    """The fastest of a few plans that need little memory, also when the time is over."""
+    """Return the fastest of a few plans that need little memory, even if the time is over."""
     proposals = [*fitting_plans(problem)]
     if problem.heuristic_schedules:
         from .other_schedules import propose_small_plans  # most problems have no other schedules
@@ -116,7 +121,7 @@ def _fitting_plan(problem: Problem) -> ScoredPlan | None:
 
 
 def _with_time_for_orders(problem: Problem) -> Problem:
-    """The problem with the time that it leaves for an order of its own where one is asked for."""
+    """Return the problem with less time if an order is to be synthesized afterwards."""
     if not problem.makes_orders:
         return problem
     budget = problem.budget.part(share=FOR_KNOWN)
@@ -126,8 +131,10 @@ def _with_time_for_orders(problem: Problem) -> Problem:
 
 
 def problem_for_planner(planner: str, problem: Problem) -> Problem:
-    """The problem that a planner is given: interleaved pipelines are allowed for their own planner, also
-    where the options exclude them."""
+    """Return the problem that a planner is given.
+
+    Interleaved pipelines are allowed for their own planner, even if the options exclude them.
+    """
     if planner != INTERLEAVED:
         return problem
     return replace(
@@ -136,8 +143,10 @@ def problem_for_planner(planner: str, problem: Problem) -> Problem:
 
 
 def _with_one_count(problem: Problem, result: SearchResult) -> Iterator[Problem]:
-    """The problem with as many micro-batches as good plans have: orders start from the best plan of each
-    known schedule, whatever its number of them."""
+    """Yield the problem with the numbers of micro-batches that good plans have.
+
+    Orders start from the best plan of each known schedule, whatever its number of micro-batches.
+    """
     if len({config.micro_batches for config in problem.configs}) == 1:
         return
     plans = [*([] if result.best is None else [result.best]), *result.other_plans]
@@ -149,14 +158,14 @@ def _with_one_count(problem: Problem, result: SearchResult) -> Iterator[Problem]
 
 
 def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
-    """The plans whose schedules the options allow."""
+    """Return the plans whose schedules the options allow."""
     return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
 def _plans_of(problem: Problem, narrower: Iterable[Problem]) -> Iterator[ScoredPlan]:
-    """The best plan of each problem that allows a part of this one's plans."""
-    for own in narrower:
-        best = find_best_plan(own).best
+    """Yield the best plan of each problem that allows a part of this one's plans."""
+    for narrower_problem in narrower:
+        best = find_best_plan(narrower_problem).best
         if best is not None and problem.allows(best.proposal):
             resolved = fastest(problem.space, [best.proposal])
             if resolved is not None:
@@ -164,7 +173,7 @@ def _plans_of(problem: Problem, narrower: Iterable[Problem]) -> Iterator[ScoredP
 
 
 def is_small_problem(problem: Problem) -> bool:
-    """Return whether there is time to solve again, for other global batches or numbers of stages."""
+    """Return whether there is time to solve it once more, for other global batches or numbers of stages."""
     return problem.gpus * problem.space.chain.max_stages <= SMALL
 
 
@@ -173,7 +182,7 @@ def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
 
 
 def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
-    """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
+    """Return the result, or the fastest of the plans with the bound that holds for it, if that is faster."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (result.best is not None and result.best.step_seconds <= best.step_seconds):
         return result
@@ -186,7 +195,7 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
     Args:
         planner: The planner.
         problem: What is asked. Once its time is over, only the baselines still propose a plan.
-        required: Score one proposal even if the time is over.
+        required: Whether to score one proposal even if the time is over.
 
     Returns:
         The plan, or why there is none.
@@ -204,7 +213,7 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
-        violation = next((next(problem.violations(own)) for own in refused), None)
+        violation = next((next(problem.violations(refused_proposal)) for refused_proposal in refused), None)
         return refusal_reason(planner, problem) if violation is None else f"{NOT_ALLOWED}: {violation}"
     budget = problem.budget.part(share=PLANNER_SHARE)
     plan = fastest(problem.space, proposals, budget=budget, required=required)
@@ -214,7 +223,10 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
 
 
 def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
-    """Its proposals. Where first layers may run again, or stages offload, those that it makes otherwise."""
+    """Yield a planner's proposals.
+
+    If first layers may be recomputed, or stages may offload, its usual proposals get that recomputation.
+    """
     mode = problem.options.recompute
     if mode not in UNPROPOSED:
         yield from planner.propose(problem)
@@ -223,9 +235,9 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
     vars(whole)["space"] = problem.space
     for proposal in planner.propose(whole):
         if proposal.config.schedule in problem.schedules:
-            own = proposal.config
-            if own.recompute != "except_last":
-                proposal = replace(proposal, config=replace(own, recompute=mode))
+            config = proposal.config
+            if config.recompute != "except_last":
+                proposal = replace(proposal, config=replace(config, recompute=mode))
             yield proposal
 
 
@@ -237,20 +249,23 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
         seeds: Plans to start from.
 
     Returns:
-        The fastest plan, and the bound on all plans that were allowed.
+        The fastest plan, and the bound on all allowed plans.
     """
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     earlier = [*seeds, *([] if result.best is None else [result.best])]
-    limit, own = min((plan.step_seconds for plan in earlier), default=inf), problem.heuristic_schedules
+    limit, other_schedules = (
+        min((plan.step_seconds for plan in earlier), default=inf),
+        problem.heuristic_schedules,
+    )
     more = list[ScoredPlan]()
-    if own:
+    if other_schedules:
         from .other_schedules import search_other_schedules  # most problems have no other schedules
 
-        near, cut = search_other_schedules(problem, own, seeds, result.best, limit)
+        near, cut = search_other_schedules(problem, other_schedules, seeds, result.best, limit)
         more = [*near, *([] if cut.best is None else [cut.best])]
         result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
-    # Among equals the one of the searched space.
+    # Among equally fast plans, that of the searched space wins.
     best = result.best
     for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
         if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
@@ -259,14 +274,20 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
 
 
 def _to_searched_devices(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
-    """The plan on devices that the search looks at, where some are like its own."""
+    """Return the plan on equivalent devices that the search covers, if there are some."""
     return replace(plan, proposal=to_searched_devices(problem, plan.proposal))
 
 
 def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) -> SearchResult:
-    """This plan of the problem as the answer, with what holds for it of what a search `result`.
+    """Return a plan as the answer, with the bound that a search result proves for it.
 
-    Raises DefectError where the plan is below a bound that should hold for it.
+    Args:
+        problem: What is asked.
+        best: The plan. None if there is none.
+        result: The search result.
+
+    Raises:
+        DefectError: The plan is below a bound that must hold for it.
     """
     if best is None:
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
@@ -289,33 +310,44 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
 
 
 def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
-    """What a search proved that found no plan that fits: its bound is of all plans that were allowed, those
-    under schedules that it does not search, too; inf where it is proven that there is none."""
+    """Return what a search without a plan that fits has proven.
+
+    Its bound covers all allowed plans, including those under schedules that it does not search; inf if it is
+    proven that none fits.
+    """
     universal = result.universal or not problem.families
     bound = _bound_of_allowed(problem, result, inf, universal=universal)
     return replace(result, best=None, bound_seconds=bound, exact=bound == inf, universal=universal)
 
 
 def _bound_of_allowed(problem: Problem, result: SearchResult, step: float, *, universal: bool) -> float:
-    """Bound on the plans of all allowed schedules: that of the search, the universal one where the search's
-    does not hold; and of orders that may be made for a plan."""
-    bound, others = result.bound_seconds, problem.heuristic_schedules
-    if not (universal or others):
+    """Return the bound on plans of all allowed schedules and synthesized orders.
+
+    It is that of the search, or the universal one for plans that the search does not cover.
+    """
+    bound, other_schedules = result.bound_seconds, problem.heuristic_schedules
+    if not (universal or other_schedules):
         return bound
     from .universal_bound import universal_bound  # most problems do not need it
 
     if universal:
-        searched = [name for name in problem.allowed_schedules if name not in others]
+        searched = [name for name in problem.allowed_schedules if name not in other_schedules]
         bound = universal_bound(problem, searched, step)
-    if not others:
+    if not other_schedules:
         return bound
     if result.other_bound is None or problem.makes_orders:
-        return min(bound, universal_bound(problem, others, step))
+        return min(bound, universal_bound(problem, other_schedules, step))
     return min(bound, result.other_bound)
 
 
 def run_search(problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None) -> SearchResult:
-    """Search the schedules that `search` knows, from these plans; `work`: see `SearchBudget`."""
+    """Search the schedules that `search` covers.
+
+    Args:
+        problem: What is asked.
+        seeds: Plans to start from.
+        work: Counted work, see `SearchBudget`. Defaults to a share of the time limit.
+    """
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     seeds = [plan for plan in seeds if plan.config.schedule in SEARCHED]
     space = problem.space

@@ -1,4 +1,4 @@
-"""HiGHS, the solver of linear programmes."""
+"""HiGHS, a solver of linear programmes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def new_solver() -> Any:
-    """A solver of HiGHS on one thread that prints nothing.
+    """Return a HiGHS solver on one thread that prints nothing.
 
-    It is imported here, as most commands need none.
+    It is imported here because most commands do not need it.
     """
     from highspy import Highs
 

@@ -1,7 +1,7 @@
-"""The default global batch: a number of samples a device, whatever sizes the profiling machine reached.
+"""Default global batch: a number of samples per device, whatever sizes the profiling machine measured.
 
-32 samples a device is what image classifiers are usually trained with (256 on eight GPUs); it is rounded to
-the nearest global batch that the profile's micro-batch sizes make, and halved as long as nothing fits.
+Image classifiers are usually trained with 32 samples per device (256 on eight GPUs). The number is rounded to
+the nearest global batch that the profile's micro-batch sizes make, and halved while nothing fits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ from .planners import BASELINES, find_planner
 from .problem import Problem
 
 SHORT = 0.05
-"""Share of the time limit that another global batch is searched for, of at most `MOST_SECONDS`."""
+"""Share of the time limit for the search of another global batch, at most `MOST_SECONDS`."""
 MOST_SECONDS = 1.0
 
 
 def choose_mini_batch(problem: Problem, *, try_others: bool) -> DefaultMiniBatch | None:
-    """How the global batch was chosen, with `try_others` also what half and twice of it would give where the
-    problem is small; None where it was given."""
+    """Return how the global batch was chosen; None if it was given.
+
+    Args:
+        problem: What is asked.
+        try_others: Whether to solve for half and twice the batch, too, if the problem is small.
+    """
     if problem.options.mini_batch is not None:
         return None
     try_others = try_others and is_small_problem(problem) and not problem.budget.spent
-    others = [_other(problem, batch) for batch in _neighbours(problem)] if try_others else []
-    return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=others)
+    alternatives = [_other(problem, batch) for batch in _neighbours(problem)] if try_others else []
+    return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=alternatives)
 
 
 def smaller_defaults(problem: Problem) -> Iterator[Problem]:
-    """The problem with half of its default global batch, a quarter and so on; none where the global batch was
-    given, or where the problem is so large that trying would take long."""
+    """Yield the problem with half of its default global batch, a quarter and so on.
+
+    Nothing is yielded if the global batch was given, or if the problem is large.
+    """
     if problem.options.mini_batch is not None or not is_small_problem(problem):
         return
     samples, last = problem.samples_per_device // 2, problem.mini_batch
@@ -52,6 +58,7 @@ def _neighbours(problem: Problem) -> Iterator[int]:
 
 
 def _other(problem: Problem, batch: int) -> OtherMiniBatch:
+    """Return the best plan of a short search for another global batch."""
     options = problem.options
     seconds = min(SHORT * options.time_limit, MOST_SECONDS)
     try:

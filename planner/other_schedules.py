@@ -24,9 +24,9 @@ from .smallest_plan import find_smallest_plan
 from .stage_table import Floats
 
 MOST_NEAR = 4
-"""Plans whose shapes are the first that cuts are searched of."""
+"""Plans whose shapes are the first for which cuts are searched."""
 MOST_SMALL = 6
-"""Plans that need little memory."""
+"""Most proposals that need little memory."""
 
 
 def search_other_schedules(
@@ -43,10 +43,10 @@ def search_other_schedules(
         schedules: Names of the schedules.
         seeds: Plans to start from.
         best: The best plan under 1F1B and GPipe.
-        limit: Seconds that plans of interest are below.
+        limit: Seconds that a plan must be faster than.
 
     Returns:
-        The seeds under these schedules and the first plans, the fastest first; and the search of the cuts.
+        The seeds under these schedules and the first plans, fastest first; and the result of the cut search.
     """
     near = [seed for seed in seeds if seed.config.schedule in schedules]
     for proposals in (
@@ -63,10 +63,15 @@ def search_other_schedules(
 def propose_other_schedules(
     problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
 ) -> Iterator[Proposal]:
-    """Propose plans of schedules with one stage a device.
+    """Propose plans of schedules with one stage per device.
 
     Their shapes are that of the best plan, balanced ones, and the whole model on as many devices as may share
     it.
+
+    Args:
+        problem: What is asked.
+        schedules: Names of the schedules.
+        best: The best plan under 1F1B and GPipe. None if there is none.
     """
     names, chooser = set(schedules), DeviceChooser(problem)
     for config in problem.configs:
@@ -83,16 +88,16 @@ def propose_other_schedules(
 def propose_parts(
     problem: Problem, schedules: Iterable[str], *, by_memory: bool = False
 ) -> Iterator[Proposal]:
-    """Propose balanced pipelines of schedules with several parts of the layers on each device.
+    """Propose balanced pipelines of schedules with several parts of the layers per device.
 
-    Each part is on one device, or on as many replicas as make all devices. Programs that are too long are
-    left out.
+    Each part is on one device, or on as many replicas as use all devices. Programs that are too long are left
+    out.
 
     Args:
         problem: What is asked.
-        schedules: Their names.
-        by_memory: Balance bytes instead of seconds, with the most stages, or replicas on all devices. The
-            smallest micro-batches come first.
+        schedules: Names of the schedules.
+        by_memory: Whether to balance bytes instead of seconds, with the most stages or with replicas on all
+            devices. The smallest micro-batches come first.
     """
     names, chooser, space = set(schedules), DeviceChooser(problem), problem.space
     replicated = [shape for shape in full_shapes(problem) if shape[1] > 1]
@@ -129,7 +134,7 @@ def propose_parts(
 
 
 def propose_small_plans(problem: Problem) -> Iterator[Proposal]:
-    """Propose a few plans that need little memory, also when the time is over."""
+    """Propose a few plans that need little memory, even if the time is over."""
     if (smallest := find_smallest_plan(problem)) is not None:
         yield smallest.proposal
     problem = replace(problem, budget=SearchBudget())
@@ -137,15 +142,18 @@ def propose_small_plans(problem: Problem) -> Iterator[Proposal]:
 
 
 def bytes_by_layer(space: Space, size: int) -> Floats:
-    """(layers,): bytes of the states of each layer's weights, and of what a micro-batch saves."""
+    """Return (layers,) bytes of weights, their states and the activations that a micro-batch saves."""
     costs, precision = space.table(size).costs, space.number_bytes
     states = precision.gradient + find_optimizer(space.optimizer).bytes_per_parameter(precision)
     return costs.parameter_bytes + costs.trainable_bytes * states / precision.weight + costs.saved_bytes
 
 
 def _simple_shapes(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
-    """Balanced pipelines of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most; one
-    stage on the most devices that may share a micro-batch, evenly or not."""
+    """Yield balanced pipelines and single replicated stages.
+
+    The pipelines have as many stages as the best plan, 1, 2, 4 and so on, and the most. A single stage has
+    the most devices that may share a micro-batch, evenly or not.
+    """
     space, counts, config = problem.space, problem.stage_counts, problem.configs[0]
     if space.fits_someone(size, 1):
         work = work_seconds(problem, size)
@@ -153,14 +161,14 @@ def _simple_shapes(problem: Problem, size: int, best: ScoredPlan | None) -> Iter
         stages |= set() if best is None else {len(best.proposal.ends)} & set(counts)
         for count in sorted(stages):
             yield linear_pipeline(config, balanced_ends(work, count, space.chain.cut_after))
-    for count in sorted({max(own) for own in problem.replica_choices(size)} - {1}):
+    for count in sorted({max(choices) for choices in problem.replica_choices(size)} - {1}):
         yield replicated_pipeline(config, [len(problem.chain)], [count])
 
 
 def find_refusal(problem: Problem) -> str | None:
     """Return why the schedules run with none of the possible numbers of devices and micro-batches.
 
-    The reason is that of the most devices. None if one runs, or may run with numbers too large to try.
+    The reason is that for the most devices. None if one runs, or may run with numbers too large to try.
     """
     why: str | None = None
     for stages in problem.stage_counts:

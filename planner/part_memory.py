@@ -1,18 +1,18 @@
 """Proof that memory rules out every plan with several parts of the layers on each device.
 
-Device d of p holds v parts. Let `x(k, c)` be the bytes that part k adds to its device while that runs the
+Device d of p holds v parts. Let `x(k, c)` be the bytes that part k adds to its device while it runs the
 fullest action of its chunk c. A plan fits into M bytes on n devices only if
 
     sum over parts k of d of x(k, c) <= M for every d and c,    sum over d of replicas(d) <= n,
 
-because the terms of a ledger add up over the parts of a device, or are the largest of its parts, of which
-each counts an equal share. With prices `l(d, c)` of sum 1 and a price `u` of a device, a plan that fits has
+because each term of a ledger is a sum over the parts of a device, or a maximum, of which each part counts an
+equal share. With prices `l(d, c)` of sum 1 and a price `u` of a device, a plan that fits has
 
     M >= min over cuts of sum over k of [sum over c of l(d, c) x(k, c) + u replicas(k) / v] - u n
 
-The minimum is a shortest path over (part, cut point). In it each part runs as is cheapest for it, and leaves
-room for the others of its device (`PartShape.rules_out`). Where a device of the path needs more than the
-others, its price rises (multiplicative weights).
+The minimum is a shortest path over (part, cut point). Each part runs as is cheapest for it, and leaves room
+for the other parts of its device (`PartShape.rules_out`). Prices of devices that need more bytes than the
+others rise (multiplicative weights).
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from .search.stage_recompute import stage_modes
 from .stage_table import Floats, Indices, fullest_kind, ledger_options
 
 ROUNDS = 60
-"""Changes of the prices of a shape."""
+"""Most price changes of a shape."""
 MOST_NUMBERS = 14_000_000
-"""In the tables of all shapes, up to which plans may be ruled out within a second or more."""
+"""Most numbers in the tables of all shapes, which take about a second."""
 ACTION = 200
-"""Numbers of a table whose time is that of counting one action."""
+"""Time to count one action, in numbers of a table."""
 FIGURES = 13
-"""Figures of a part: micro-batches as of `micro_batches_by_action`, two workspaces, two transfers, states."""
+"""Figures of a part: micro-batches (see `micro_batches_by_action`), two workspaces, two transfers, states."""
 
 
 class Choice(NamedTuple):
-    """How a part runs."""
+    """Configuration, replicas and recomputation of a part."""
 
     config: PipelineConfig
     replicas: int
@@ -64,7 +64,13 @@ class Choice(NamedTuple):
 
 
 def parts_are_ruled_out(problem: Problem, stage_counts: Container[int], room: float) -> bool:
-    """Return whether plans with several parts on so many devices are shown to need more than `room` bytes."""
+    """Return whether plans with several parts per device are proven to need more than `room` bytes.
+
+    Args:
+        problem: What is asked.
+        stage_counts: Numbers of devices of the pipeline.
+        room: Bytes of a device.
+    """
     size, most = 0, MOST_NUMBERS * min(1.0, problem.options.time_limit)
     for (stages, few, parts, name), configs in _group_configs(problem, stage_counts):
         choices = _list_choices(problem, configs, stages)
@@ -81,11 +87,11 @@ def parts_are_ruled_out(problem: Problem, stage_counts: Container[int], room: fl
 def _group_configs(
     problem: Problem, stage_counts: Container[int]
 ) -> list[tuple[tuple[int, int, int, str], list[PipelineConfig]]]:
-    """List devices, micro-batches, parts and schedules with their configurations.
+    """Return configurations grouped by (devices, micro-batches, parts, schedule).
 
-    Those on about half of the devices come first, because they are soon counted, and fit if others do.
-    Under the published schedules a few micro-batches stand for many, because twice as many as there are
-    devices hold as much as more do.
+    Groups with about half of the devices come first, because they are counted quickly and fit if others do.
+    Under the published schedules few micro-batches stand for many: twice as many as devices hold as much as
+    any larger number.
     """
     blocks, usable, groups = len(problem.space.usable) - 1, problem.usable_gpus, defaultdict(list)
     most = min(usable, problem.options.max_stages or usable, blocks // 2)
@@ -95,9 +101,9 @@ def _group_configs(
         for parts in VIRTUAL_STAGES if name in SEVERAL_PARTS else (default,) * (default > 1):
             for stages in filter(stage_counts.__contains__, range(2, min(most, blocks // parts) + 1)):
                 rest = number % stages if _needs_multiple(name) else 0
-                few = 2 * stages + rest if name in PUBLISHED else number
-                own = replace(config, virtual_stages=parts)
-                groups[stages, min(few, number), parts, name].append(own)
+                representative = 2 * stages + rest if name in PUBLISHED else number
+                with_parts = replace(config, virtual_stages=parts)
+                groups[stages, min(representative, number), parts, name].append(with_parts)
     return sorted(groups.items(), key=lambda item: (abs(2 * item[0][0] - most), item[0]))
 
 
@@ -111,7 +117,7 @@ def _needs_multiple(name: str) -> bool:
 
 
 def _list_choices(problem: Problem, configs: Sequence[PipelineConfig], devices: int) -> list[Choice]:
-    """List the ways to run a part, those with the smallest micro-batches first."""
+    """Return the choices for a part, smallest micro-batches first."""
     usable = problem.usable_gpus
     return [
         Choice(config, count, mode)
@@ -124,7 +130,7 @@ def _list_choices(problem: Problem, configs: Sequence[PipelineConfig], devices: 
 
 
 def _is_better(problem: Problem, one: Choice, other: Choice) -> bool:
-    """Return whether no part needs more bytes or replicas the one way than the other."""
+    """Return whether no part needs more bytes or replicas with `one` than with `other`."""
     space, schedule = problem.space, find_schedule(one.config.schedule)
     counts_all = (
         space.mini_batch is not None or schedule.splits_backward or schedule.closed_in_flight is not None
@@ -141,25 +147,23 @@ def _is_better(problem: Problem, one: Choice, other: Choice) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_smaller(space: Space, one: int, other: int) -> bool:
-    """Return whether micro-batches of so many samples need no more bytes than others in any stage."""
+    """Return whether micro-batches of `one` samples need at most the bytes of `other`, in every stage."""
     first, second = (space.table(share).tables(space.zero) for share in (one, other))
     return all(first[name] is second[name] or np.all(first[name] <= second[name]) for name in first)
 
 
 def _share(choice: Choice) -> int:
-    """Samples of a micro-batch on a replica."""
+    """Return the samples of a micro-batch on a replica."""
     return divide_batch(choice.config.micro_batch_size, choice.replicas)
 
 
 class PartShape:
-    """Plans on as many devices as a program, whose parts run in one of several ways.
+    """Plans on the devices of a program, whose parts each run with one of several choices.
 
-    Attributes:
+    Args:
         problem: What is asked.
-        program: Their actions, of micro-batches as few as hold as much.
-        parts: Parts on each device.
-        choices: The ways that no other is better than.
-        start, end: (parts, starts, 1) and (parts, 1, ends): cut points that leave a block to each other part.
+        choices: Possible choices. Those that another one dominates are dropped.
+        program: Actions of a number of micro-batches that holds as much as the real one.
     """
 
     def __init__(self, problem: Problem, choices: Sequence[Choice], program: Program) -> None:
@@ -181,12 +185,12 @@ class PartShape:
 
     @property
     def size(self) -> int:
-        """Numbers in the table of what parts need, and the same for the time to count actions."""
+        """Numbers in the table of bytes, plus the equivalent of the time to count actions."""
         table: int = self.parts * len(self.choices) * self.start.size * self.start.shape[1]
         return table + ACTION * sum(map(len, self.program.actions))
 
     def rules_out(self, room: float) -> bool:
-        """Return whether no plan is found possible on devices with so much memory."""
+        """Return whether no plan is possible on devices with `room` bytes."""
         usable, places, devices = self.problem.usable_gpus, range(len(self.device)), self.program.devices
         replicas = np.array([choice.replicas for choice in self.choices])
         if len(self.program.pipes) > 1 or self.program.shares is not None:
@@ -216,25 +220,25 @@ class PartShape:
         return False
 
     def _needs_within(self, room: float) -> Floats:
-        """(parts, actions, choices, starts, ends): bytes that parts add to devices with `room`.
+        """Return (parts, actions, choices, starts, ends) bytes that parts add to devices with `room` bytes.
 
-        They are inf where a part may not be, or leaves too little for the others of its device.
+        They are inf if a part is not allowed, or leaves too little for the other parts of its device.
         """
         space = self.problem.space
         counts = {mode: self._counts(mode) for mode in {choice.mode for choice in self.choices}}
         needs = np.stack([self._needs(choice, counts[choice.mode].copy()) for choice in self.choices], axis=2)
-        for part, own in enumerate(needs):
+        for part, part_needs in enumerate(needs):
             start, end = np.broadcast_arrays(self.start[part], self.end[part])
             may_be = np.broadcast_to(space.may_be(part, start.ravel(), end.ravel()), start.size)
-            own[:, :, ~(space.usable[start, end] & may_be.reshape(start.shape))] = inf
-        least = np.minimum(needs.min(axis=(2, 3, 4)), 1e300)  # inf less inf is no number
+            part_needs[:, :, ~(space.usable[start, end] & may_be.reshape(start.shape))] = inf
+        least = np.minimum(needs.min(axis=(2, 3, 4)), 1e300)  # inf - inf is not a number
         rest = self._by_device(least)[self.device] - least
         is_too_large = (needs > (room - rest)[..., None, None, None]).any(axis=1, keepdims=True)
         np.copyto(needs, inf, where=is_too_large)
         return needs
 
     def _needs(self, choice: Choice, counts: Floats) -> Floats:
-        """(parts, actions, starts, ends): bytes that each part adds to its device."""
+        """Return (parts, actions, starts, ends) bytes that each part adds to its device."""
         space, program, number = self.problem.space, self.program, choice.config.micro_batches
         if (closed := self.schedule.closed_in_flight) is not None:
             few = program.micro_batches
@@ -245,7 +249,11 @@ class PartShape:
         stage = receive_ahead(stage, number) if self.is_ahead else stage
         training = Training(space.optimizer, self.options["precision"], choice.replicas, space.zero)
         exchanged = training.exchange_bytes(stage) / (self.parts if space.zero > 1 else 1)
-        passing = [total(own._asdict()) for sizes in micro_batch_bytes(stage, program) for own in sizes]
+        passing = [
+            total(sizes_by_term._asdict())
+            for sizes in micro_batch_bytes(stage, program)
+            for sizes_by_term in sizes
+        ]
         states = total(training.states(stage)) + exchanged
         figures = [*passing, stage.workspace, stage.layer_workspace, stage.received, stage.sent, states]
         terms = np.stack([np.broadcast_to(figure, space.usable.shape) for figure in figures])
@@ -256,7 +264,7 @@ class PartShape:
         return needs + self.options["context_bytes"] / self.parts
 
     def _counts(self, mode: str) -> Floats:
-        """(parts, actions, figures): how often each figure of a part counts in an action of its device."""
+        """Return (parts, actions, figures) counts of each figure of a part in an action of its device."""
         counts = np.ones((len(self.device), self.parts, FIGURES))
         moves = np.diff(self.device, prepend=self.device[0], append=self.device[-1]) != 0
         counts[..., 10], counts[..., 11] = moves[:-1, None] / self.parts, moves[1:, None] / self.parts
@@ -265,25 +273,25 @@ class PartShape:
             level = numbers[..., :3].sum(axis=(1, 2, 3))
             level[[action.kind == "F" for action in actions]] = -1.0
             in_two = {action[1:] for action in actions if action.kind == "W"}
-            own = np.flatnonzero(self.device == device)
+            parts = np.flatnonzero(self.device == device)
             for chunk in range(self.parts):
                 at_work = np.array([action.chunk == chunk for action in actions])
                 action = int(np.where(at_work, level, -inf).argmax())
-                counts[own, chunk, :8] = numbers[action][self.chunk[own]].reshape(len(own), 8)
-                counts[own, chunk, 8:10] = 0.0
+                counts[parts, chunk, :8] = numbers[action][self.chunk[parts]].reshape(len(parts), 8)
+                counts[parts, chunk, 8:10] = 0.0
                 workspace = 9 if actions[action][1:] in in_two else 8
-                counts[own, chunk, workspace] = self.chunk[own] == chunk
+                counts[parts, chunk, workspace] = self.chunk[parts] == chunk
         return counts
 
     def _by_device(self, amounts: Floats) -> Floats:
-        """Sum the amounts of the parts of each device."""
+        """Return the sums of the parts of each device."""
         sums = np.zeros((self.program.devices, *amounts.shape[1:]))
         np.add.at(sums, self.device, amounts)
         return sums
 
 
 def _shortest_path(costs: Sequence[Floats]) -> tuple[float, list[int]]:
-    """Find the places of starts and ends, from the first to the last, whose parts cost least together."""
+    """Return the least sum of costs, and the cut points of the parts that attain it."""
     rest, nexts = np.where(np.arange(costs[0].shape[-1]) == costs[0].shape[-1] - 1, 0.0, inf), list[Indices]()
     for cost in reversed(costs):
         sums = cost + rest

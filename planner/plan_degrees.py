@@ -1,4 +1,4 @@
-"""Degrees of parallelism and the training of a plan that was made from a transformer's configuration."""
+"""Degrees of parallelism and training setting of a plan from a transformer configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 """Number of tokens or parameters."""
 SAME = 1e-6
-"""Share of a step: what is faster by less is not looked for."""
+"""Share of a step below which differences are ignored."""
 _WORDS: dict[Recomputation, str] = {
     "none": "never",
     "selective": "selective",
@@ -37,7 +37,7 @@ BlockRecompute = Annotated[
 
 
 def block_recompute(kind: Recomputation, blocks: int | None) -> str:
-    """Return the word for what the blocks of a stage run again.
+    """Return the recomputation mode of the blocks of a stage.
 
     >>> block_recompute("full", None), block_recompute("full", 3), block_recompute("none", None)
     ('always', 'first_3', 'never')
@@ -46,10 +46,10 @@ def block_recompute(kind: Recomputation, blocks: int | None) -> str:
 
 
 class StageDegrees(Record):
-    """Degrees of the devices of a stage, as of `ParallelDegrees`, and what its blocks run again.
+    """Degrees of the devices of a stage (see `ParallelDegrees`) and the recomputation of its blocks.
 
-    `recompute`: `never`, `always`, `selective` (attention alone), `offload` (activations are kept in the
-    host's memory instead) or `first_N` (the first N blocks of a stage).
+    `recompute` is `never`, `always`, `selective` (attention only), `offload` (activations are kept in host
+    memory instead) or `first_N` (the first N blocks of the stage).
     """
 
     tensor: DeviceCount = 1
@@ -68,36 +68,46 @@ class StageDegrees(Record):
 
     @property
     def first_blocks(self) -> int | None:
-        """Number of first blocks of a stage that run again; None where it is all or none."""
+        """Number of first blocks of a stage that are recomputed. None for all or none."""
         return count_first_layers(self.recompute)
 
     def shared(self, pipeline: int = 1) -> ParallelDegrees:
-        """Return the degrees without recomputation, of a stage of so many."""
+        """Return the degrees without recomputation, for a pipeline of `pipeline` stages."""
         names = (name for name in StageDegrees.model_fields if name != "recompute")
         return ParallelDegrees(**{name: getattr(self, name) for name in names}, pipeline=pipeline)
 
     def describe(self, pipeline: int = 1) -> str:
-        """Describe the degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
+        """Return the degrees in words, such as `TP 4 x PP 2 x DP 4, EP 8`."""
         return self.shared(pipeline).describe()
 
 
 class Degrees(StageDegrees):
-    """Degrees that all stages have, of which there are `pipeline` times the virtual stages of a device.
+    """Degrees that all stages have; the pipeline has `pipeline` times the virtual stages of a device.
 
-    `predictor_offset`: stages from that of the multi-token predictors to the last.
+    `predictor_offset` is the number of stages from that of the multi-token predictors to the last.
     """
 
     pipeline: DeviceCount = 1
     predictor_offset: LayerBound = 0
 
     def describe(self, pipeline: int | None = None) -> str:
-        """Describe the degrees in words."""
+        """Return the degrees in words."""
         return super().describe(pipeline or self.pipeline)
 
     def check(
         self, training: TransformerTraining, balance: Sequence[int], virtual_stages: int, samples: int
     ) -> None:
-        """Check that parts with so many layers are a legal layout of these degrees. Raises ValueError."""
+        """Check that parts with these numbers of layers are a legal layout of the degrees.
+
+        Args:
+            training: Model and training.
+            balance: Number of layers by part.
+            virtual_stages: Parts per device.
+            samples: Samples of a micro-batch.
+
+        Raises:
+            ValueError: They are not.
+        """
         blocks = self.blocks(balance, training)
         if len(balance) != self.pipeline * virtual_stages or min(blocks) < 0:
             raise ValueError(
@@ -110,7 +120,11 @@ class Degrees(StageDegrees):
             raise ValueError(f"degrees: {self.data} replicas do not share {samples} samples")
 
     def blocks(self, balance: Sequence[int], training: TransformerTraining) -> tuple[int, ...]:
-        """Number of blocks in parts with so many layers: without the embedding, predictors, norm and head."""
+        """Return the number of blocks by part, without the embedding, predictors, norm and head.
+
+        Raises:
+            ValueError: The predictors lie before the first part.
+        """
         counts = list(balance)
         if self.predictor_offset >= len(counts):
             raise ValueError(f"degrees: predictor_offset {self.predictor_offset} of {len(counts)} parts")
@@ -121,7 +135,11 @@ class Degrees(StageDegrees):
 
 
 def _check_implementation(name: str) -> str:
-    """Return the name of an implementation. Raises ValueError."""
+    """Return the name of an implementation.
+
+    Raises:
+        ValueError: It is unknown.
+    """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {name!r}: not one of {', '.join(IMPLEMENTATIONS)}")
     return name
@@ -130,9 +148,14 @@ def _check_implementation(name: str) -> str:
 class TransformerTraining(Record):
     """Model and training of a plan from a configuration.
 
-    `implementation`: whose code is costed. `blocks`: of the model; its chain is the embedding, the blocks,
-    the `predictors` of further tokens and the `head_layers`: norm, head, and what follows it. `sequence`:
-    tokens of a sample. `active_parameters`: those that a token uses.
+    Attributes:
+        implementation: Library whose code is costed.
+        blocks: Blocks of the model. Its chain is the embedding, the blocks, the predictors and the head.
+        predictors: Predictors of further tokens.
+        head_layers: Layers of the head: norm, head, and what follows it.
+        sequence: Tokens of a sample.
+        parameters: Number of parameters.
+        active_parameters: Number of parameters that a token uses.
     """
 
     implementation: Annotated[str, AfterValidator(_check_implementation)] = "megatron"
@@ -145,5 +168,5 @@ class TransformerTraining(Record):
 
     @property
     def has_experts(self) -> bool:
-        """Presence of experts in some blocks."""
+        """Whether some blocks have experts."""
         return self.active_parameters < self.parameters

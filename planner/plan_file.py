@@ -1,4 +1,4 @@
-"""The plan: what to train with, and what to expect of it, as a file (`NAME.plan.json`)."""
+"""The plan: what to train with and what to expect, as a file (`NAME.plan.json`)."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 
 
 TIE = 1e-9
-"""Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
+"""Relative difference of steps below which they are equal, and below which a bound closes the gap."""
 BUFFER_WARNING = "in PyTorch's pipelining device "
-"""How a plan's warning begins that a device lacks room for PyTorch's buffers."""
+"""Beginning of the warning that a device lacks room for PyTorch's buffers."""
 MOST_DRAWN_LAYERS = 2_000
-"""Of a plan's page: time and memory grow with their square."""
+"""Most layers of a plan's page, whose time and memory grow with their square."""
 
 
 def _one_of(name: str, names: Mapping[str, object]) -> str:
@@ -78,7 +78,11 @@ def _one_of(name: str, names: Mapping[str, object]) -> str:
 
 
 Recompute = Literal["never", "always", "except_last", "selective", "by_stage"]
-"""`selective`: attention alone, of a transformer's configuration; `by_stage`: the stages say what they do."""
+"""Recomputation of a plan.
+
+`selective` recomputes attention only, in plans from a transformer configuration. With `by_stage` the stages
+state their own modes.
+"""
 StageRecompute = Annotated[str, AfterValidator(partial(check_stage_word, words=(*RECOMPUTES, OFFLOAD)))]
 ScheduleName = Annotated[str, AfterValidator(partial(_one_of, names=SCHEDULES))]
 RuntimeName = Annotated[str, AfterValidator(partial(_one_of, names=RUNTIMES))]
@@ -98,7 +102,7 @@ _OF_TRAINING = frozenset(
 
 
 class _PlanPart(Record):
-    """A record whose fields of plans from a transformer's configuration are in no other plan's file."""
+    """Record that leaves out unset fields of plans from a transformer configuration."""
 
     @model_serializer(mode="wrap")
     def _leave_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -108,16 +112,22 @@ class _PlanPart(Record):
 
 
 class PlanShape(_PlanPart):
-    """What every description of a plan has: the layers of each part, and how they run.
+    """Layers of each part and how they run, common to every description of a plan.
 
-    `balance` is by part of the layers, in the order in which a micro-batch passes them. Each device has
-    `virtual_stages` parts. `degrees`: of all stages, of a plan from a transformer's configuration.
+    Attributes:
+        balance: Layers by part, in the order in which a micro-batch passes them. Each device has
+            `virtual_stages` parts.
+        micro_batches: Micro-batches of a step.
+        schedule: Name of the schedule.
+        virtual_stages: Parts per device.
+        recompute: Recomputation.
+        degrees: Degrees of all stages, of a plan from a transformer configuration.
     """
 
     balance: Annotated[list[LayerBound], Field(min_length=1)]
     micro_batches: MicroBatches
     micro_batch_size: MiniBatch
-    """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
+    """Samples of a whole micro-batch. If r replicas share it, each computes ceil(size / r)."""
     schedule: ScheduleName
     virtual_stages: LayerCount = 1
     recompute: Recompute = "never"
@@ -130,12 +140,12 @@ class PlanShape(_PlanPart):
 
     @property
     def batch(self) -> str:
-        """The micro-batches in words: `32 micro-batches x 8`."""
+        """Micro-batches in words: `32 micro-batches x 8`."""
         return format_batch(self.micro_batches, self.micro_batch_size)
 
     @property
     def short_batch(self) -> str:
-        """The same for a table: `32 x 8`."""
+        """Micro-batches for a table: `32 x 8`."""
         return format_batch(self.micro_batches, self.micro_batch_size, short=True)
 
     @property
@@ -144,7 +154,15 @@ class PlanShape(_PlanPart):
         return {name: getattr(self, name) for name in PlanShape.model_fields}
 
     def check_shape(self, mini_batch: int, where: str = "") -> None:
-        """Check that parts and micro-batches are whole. Raises ValueError, whose text begins with `where`."""
+        """Check that parts and micro-batches are whole.
+
+        Args:
+            mini_batch: Samples of a step.
+            where: Beginning of the error text.
+
+        Raises:
+            ValueError: They are not.
+        """
         if len(self.balance) % self.virtual_stages:
             raise ValueError(
                 f"{where}virtual_stages is {self.virtual_stages}, which does not divide the "
@@ -161,12 +179,21 @@ class PlanShape(_PlanPart):
 
 @dataclass(frozen=True)
 class Partition:
-    """A given partition, for example of another tool's file. What the file does not say is None.
+    """A given partition, for example from another tool's file. Fields that the file does not state are None.
 
-    `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
-    every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a
-    micro-batch, on each replica. `stage_recompute`: a word for each stage. `runtime`: that the file was
-    written for. `notes`: what was understood, or passed over.
+    Attributes:
+        format: Format of the file.
+        ends: By stage, the number of layers up to its end. `virtual_stages` of them are on each device.
+        virtual_stages: Stages per device.
+        replicas: Replicas of every stage.
+        devices: Ranks, device after device of the pipeline with its replicas.
+        schedule: Name of the schedule.
+        samples: Samples of a micro-batch on each replica.
+        mini_batch: Samples of a step.
+        recompute: Recomputation of all stages.
+        stage_recompute: Recomputation by stage.
+        runtime: Runtime for which the file was written.
+        notes: What was understood or ignored.
     """
 
     format: str
@@ -184,15 +211,19 @@ class Partition:
 
     @property
     def gpus(self) -> int:
-        """Devices that it takes."""
+        """Number of devices."""
         return len(self.ends) // (self.virtual_stages or 1) * (self.replicas or 1)
 
     def with_notes(self, *notes: str) -> Partition:
-        """The same with more notes."""
+        """Return the partition with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def proposal(self, config: PipelineConfig) -> Proposal:
-        """The candidate of a configuration. Raises UsageError where its schedule does not run such parts."""
+        """Return the proposal with a configuration.
+
+        Raises:
+            UsageError: The schedule does not run these parts.
+        """
         config = replace(config, virtual_stages=self.virtual_stages or 1)
         pipeline, count = len(self.ends) // config.virtual_stages, self.replicas or 1
         program = find_schedule(config.schedule).program(
@@ -208,7 +239,7 @@ class Partition:
 class PlannedStage(_PlanPart):
     """Layers `first_layer` to `last_layer` (0-based, inclusive) on `replicas` devices.
 
-    Seconds are those of one micro-batch on one replica, backward with what it recomputes.
+    Seconds are those of one micro-batch on one replica, backward with recomputation.
     """
 
     first_layer: LayerIndex
@@ -220,26 +251,26 @@ class PlannedStage(_PlanPart):
     memory_bytes: TotalBytes
     memory_limit_bytes: TotalBytes | None = None
     memory: dict[str, TotalBytes] = {}
-    """The ledger: bytes by term."""
+    """Memory ledger: bytes by term."""
     recompute: StageRecompute | None = None
-    """The stage's own, where the plan's is `by_stage`; else as the plan's."""
+    """Recomputation of the stage if the plan's is `by_stage`, else that of the plan."""
     host_bytes: TotalBytes | None = None
-    """What each device keeps in its host's memory, where the stage offloads."""
+    """Bytes that each device keeps in host memory, if the stage offloads."""
     degrees: StageDegrees | None = None
-    """The stage's own, where the stages have different ones."""
+    """Degrees of the stage, if stages have different ones."""
     update_seconds: PredictedSeconds | None = None
-    """Seconds of the exchange of gradients and the optimizer's step, where the plan's step includes them."""
+    """Seconds of the gradient exchange and the optimizer step, if the plan's step includes them."""
     transfer_seconds: PredictedSeconds | None = None
-    """Seconds of a micro-batch to the next stage, or of its gradients back, where they are estimated."""
+    """Seconds to send a micro-batch to the next stage, or its gradients back, if they are estimated."""
 
     @property
     def layers(self) -> int:
-        """How many it holds."""
+        """Number of layers."""
         return self.last_layer - self.first_layer + 1
 
     @property
     def layers_again(self) -> int | None:
-        """How many of them it recomputes; None where it does not say, as all stages do what the plan does."""
+        """Number of recomputed layers. None if the stage does what the plan says for all."""
         if self.recompute is None:
             return None
         whole = 0 if self.recompute in ("never", OFFLOAD) else self.layers
@@ -251,15 +282,18 @@ class PlannedStage(_PlanPart):
             raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
         if (count_first_layers(self.recompute or "") or -1) >= self.layers:
             raise ValueError(
-                f"recompute is {self.recompute}, and it has {format_count(self.layers, 'layer')}"
+                f"recompute is {self.recompute}, but the stage has {format_count(self.layers, 'layer')}"
             )
         return self
 
 
 class SharedWeight(Record):
-    """A weight that layers of several `stages` use: each of these has a copy of its `bytes`, which the ledger
-    counts. After the last backward its gradients are added up over all devices of these stages, which takes
-    `sum_seconds` (0 of a frozen weight, and where one device has all)."""
+    """A weight that layers of several `stages` use.
+
+    Each of these stages has a copy of its `bytes`, which the ledger counts. After the last backward, its
+    gradients are summed over all devices of these stages in `sum_seconds` (0 for a frozen weight, and if one
+    device has all).
+    """
 
     tensor: str
     bytes: Bytes
@@ -268,23 +302,29 @@ class SharedWeight(Record):
 
 
 class Prediction(_PlanPart):
-    """What the simulator says of the plan, and what was proven of all plans of the searched space.
+    """Simulated step of the plan, and what was proven about all plans of the searched space.
 
-    `gap` is step_seconds / lower_bound_seconds - 1. `bound_covers` says in words which plans the bound holds
-    for. `exact`: each of them was scored or excluded by the bound. `root_bound_seconds` is the bound before
-    anything was searched. `uncertainty` is the share by which the profile's layers, before they
-    were scaled, missed the whole model: how far the step of stages, which are parts of it, may be off.
-
-    In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
-    and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above
-    step_seconds, which is that of the layers' medians: of many stages some one is always late.
-
-    `optimizer_seconds`: of the optimizer's own step, at the least: the bytes that it reads and writes on the
-    device where that takes longest, at the bandwidth of its memory; None where no bandwidth is known. They
-    come after step_seconds, which the search compares plans by without them.
-
-    `tokens_per_second_per_gpu`, `tflops_per_gpu` (10**12 FLOPs of the model a second) and `mfu`, the share of
-    the GPU's dense peak that these are: of a transformer's configuration, for each GPU that the plan uses.
+    Attributes:
+        step_seconds: Simulated step, from the medians of the layers' seconds.
+        samples_per_second: Global batch / step.
+        bubble: Idle share of the devices' time.
+        lower_bound_seconds: Lower bound on the step of the plans in `bound_covers`.
+        gap: step_seconds / lower_bound_seconds - 1.
+        exact: Whether each of these plans was scored or excluded by the bound.
+        bound_covers: Plans for which the bound holds, in words.
+        root_bound_seconds: The bound before searching.
+        uncertainty: Share by which the sum of the profile's layers, before scaling, missed the whole model.
+            The step of stages may be off by as much.
+        low_seconds: Low end of the 80 % interval of the step, from the spread of the layers' seconds and
+            their closing error (see `planner/robust`). None if the spread is unknown.
+        high_seconds: High end of the interval. Both ends may lie above step_seconds: with many stages, some
+            stage is always late.
+        optimizer_seconds: Least seconds of the optimizer step, which follows step_seconds: its bytes at the
+            memory bandwidth of the slowest device. None if no bandwidth is known. The search does not count
+            it.
+        tokens_per_second_per_gpu: Tokens of a transformer per second and GPU of the plan.
+        tflops_per_gpu: FLOPs of a transformer in 10**12 per second and GPU of the plan.
+        mfu: Model FLOPs utilization: tflops_per_gpu / dense peak of the GPU.
     """
 
     step_seconds: StepSeconds
@@ -305,7 +345,7 @@ class Prediction(_PlanPart):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Widest interval of the step that is known, in seconds; None where nothing is known of its error."""
+        """Interval of the step in seconds: the wider of [low, high] and step ± uncertainty. None if unknown."""
         error = (self.uncertainty or 0.0) * self.step_seconds
         if self.low_seconds is None or self.high_seconds is None:
             return (self.step_seconds - error, self.step_seconds + error) if error else None
@@ -328,38 +368,38 @@ class Prediction(_PlanPart):
 
 
 class Baseline(Record):
-    """A plan that a simpler tool would make, under the same costs and limits."""
+    """A plan that a simpler tool would make under the same costs and limits."""
 
     name: str
     step_seconds: StepSeconds | None
     reason: str | None = None
-    """Why it has no step: it does not fit, or cannot be made."""
+    """Why there is no step: the plan does not fit, or cannot be built."""
     detail: str = ""
-    """The micro-batches, schedule and recomputation that were best for it."""
+    """Micro-batches, schedule and recomputation that were best for it."""
 
 
 def _each_part(content: Any) -> Any:
-    """Turn a row of an earlier file, with one number of replicas and no devices, into one by part."""
+    """Convert a row of an earlier file, with one number of replicas and no devices, to lists by part."""
     if not isinstance(content, dict) or isinstance(content.get("replicas", 1), list):
         return content
     balance, virtual = content.get("balance"), content.get("virtual_stages", 1)
-    each = content.get("replicas", 1)
-    counts = (each, virtual)
+    replicas = content.get("replicas", 1)
+    counts = (replicas, virtual)
     if not isinstance(balance, list) or not all(isinstance(count, int) and count > 0 for count in counts):
-        return content  # the fields' own checks say it
+        return content  # the checks of the fields report it
     stages = max(len(balance) // virtual, 1)
-    if stages * each > MOST_DEVICES:
+    if stages * replicas > MOST_DEVICES:
         return content
-    firsts = [part % stages * each for part in range(len(balance))]
-    devices = [list(range(first, first + each)) for first in firsts]
-    return {"devices": devices} | content | {"replicas": [each] * len(balance)}
+    firsts = [part % stages * replicas for part in range(len(balance))]
+    devices = [list(range(first, first + replicas)) for first in firsts]
+    return {"devices": devices} | content | {"replicas": [replicas] * len(balance)}
 
 
 class PlanRow(PlanShape):
-    """A plan and its predicted step in a row: an alternative, a runner-up, the best plan after a change.
+    """A plan and its predicted step in a row: an alternative, a runner-up, or the best plan after a change.
 
-    By part of the layers, in order: `balance`, `replicas`, `devices`, `stage_recompute` and `memory_bytes`.
-    In a file, an alternative may leave out micro-batches and recomputation where they are the plan's own.
+    `balance`, `replicas`, `devices`, `stage_recompute` and `memory_bytes` are lists by part of the layers. In
+    a file, an alternative may omit micro-batches and recomputation that equal the plan's.
     """
 
     step_seconds: StepSeconds
@@ -367,35 +407,37 @@ class PlanRow(PlanShape):
     replicas: list[DeviceCount]
     devices: list[list[DeviceIndex]]
     stage_recompute: list[StageRecompute] = []
-    """Empty where all parts recompute as the plan does, or as `degrees` say."""
+    """Recomputation by part. Empty if all parts recompute as the plan does, or as `degrees` say."""
     memory_bytes: list[TotalBytes] = []
     runtimes: list[RuntimeName] = []
-    """Of an alternative: those that run it."""
+    """Runtimes that run it, of an alternative."""
     exact: bool = False
     reason: str = ""
-    """Why it stands here, where that is not its runtimes: the fastest on all devices, say."""
+    """Why it is listed, unless because of its runtimes: for example the fastest on all devices."""
 
     _fill = model_validator(mode="before")(_each_part)
 
     @property
     def device_count(self) -> int:
-        """Number of devices that it takes."""
+        """Number of devices."""
         return len({rank for part in self.devices for rank in part})
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Devices of the pipeline in turn, each one's replicas together."""
+        """Devices of the pipeline in order, the replicas of each stage together."""
         return tuple(rank for part in self.devices[: self.pipeline_stages] for rank in part)
 
     @property
     def part_recompute(self) -> tuple[str, ...]:
-        """The recomputation of each part of the layers."""
+        """Recomputation of each part of the layers."""
         return tuple(self.stage_recompute or [self.recompute] * len(self.balance))
 
 
 class Aim(Record):
-    """What the plan is the best of, where that is not its step. `lower_bound`: no plan has less of those
-    that `covers` names (0: nothing is proven)."""
+    """Objective of the plan, if that is not its step.
+
+    `lower_bound`: no plan of those in `covers` has a smaller value (0: nothing is proven).
+    """
 
     name: str
     value: Ratio
@@ -407,7 +449,7 @@ class Aim(Record):
 
 
 class OtherMiniBatch(Record):
-    """What another global batch would give: the best that a short search found; None where no plan was."""
+    """Best plan of a short search for another global batch. Fields are None if no plan was found."""
 
     mini_batch: MiniBatch
     step_seconds: StepSeconds | None = None
@@ -415,16 +457,24 @@ class OtherMiniBatch(Record):
 
 
 class DefaultMiniBatch(Record):
-    """The global batch that none was given for: so many samples a device, before it was rounded to what the
-    micro-batches make. `others`: half and twice of it, where there was time to try them."""
+    """Default global batch: samples per device, before rounding to what the micro-batches make.
+
+    `others` are the results for half and twice of it, if there was time.
+    """
 
     samples_per_device: MiniBatch
     others: list[OtherMiniBatch] = []
 
 
 class DegreeResult(Record):
-    """The plans in which so many devices share every layer: the step of the best that was found (None: none,
-    for this `reason`), and the seconds that none takes less than (None: there is none that fits)."""
+    """Plans in which a number of devices share every layer: best step and lower bound.
+
+    Attributes:
+        tensor_parallel: Number of devices.
+        step_seconds: Step of the best plan found. None if there is none, for this `reason`.
+        lower_bound_seconds: Lower bound on their steps. None if none fits.
+        reason: Why there is no plan.
+    """
 
     tensor_parallel: DeviceCount
     step_seconds: StepSeconds | None = None
@@ -433,29 +483,32 @@ class DegreeResult(Record):
 
 
 class ProfileReference(Record):
-    """The profile a plan was made from. `layers_sha256` is the hash of the layer names, one a line;
-    `granularity` how the model was cut into them."""
+    """Profile from which a plan was made.
+
+    `layers_sha256` is the hash of the layer names, one a line; `granularity` says how the model was split
+    into layers.
+    """
 
     file: str
     sha256: str
     layers_sha256: str = ""
     dtype: str = "float32"
     amp: str | None = None
-    """The 16-bit dtype of autocast, under which it was measured."""
+    """16-bit dtype of autocast, if the profile was measured under it."""
     device_name: str = ""
     granularity: str = "block"
     estimated: bool = False
-    """Whether its seconds, and so the plan's, are an estimate and not measured."""
+    """Whether its seconds, and so the plan's, are estimated instead of measured."""
     device: str = ""
-    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan has no such key."""
+    """cpu, cuda, analytic or unknown, as in the profile. Empty if the plan has no such key."""
     tensor_parallel: DeviceCount = 1
-    """Devices that share every layer: each device of the plan is so many."""
+    """Devices that share every layer: each device of the plan stands for this many."""
     undivided_outputs: list[str] = []
-    """Tensors of the model's output that hold no samples in dimension 0."""
+    """Tensors of the model's output without samples in dimension 0."""
 
 
 def _read_options(value: Any) -> Any:
-    """What was asked for, of a file; keys that it does not know may stand there."""
+    """Return the options of a file, ignoring unknown keys."""
     if not isinstance(value, dict):
         return value
     if str(value.get("schedule", "")).endswith(SUFFIX):
@@ -466,34 +519,35 @@ def _read_options(value: Any) -> Any:
 
 _HEADINGS = ("stage", "devices", "layers", "forward", "backward", "memory")
 FIXED_PARTITION = "this partition alone"
-"""What was searched of a plan whose partition was given."""
+"""Value of `searched` for a plan whose partition was given."""
 REPLANNED = "plans without the lost devices"
-"""How it begins of a plan for devices that are left: it is not the fastest, but moves the least."""
+"""Beginning of `searched` for a plan after the loss of devices, which moves least instead of being
+fastest."""
 
 
 class Plan(PlanShape, Document):
-    """The plan: stages on devices, the training setting, the prediction, and what it is compared with."""
+    """The plan: stages on devices, training setting, prediction, and comparison plans."""
 
     kind: ClassVar[str] = "plan"
 
     model: str
     mini_batch: MiniBatch
     order: Annotated[list[str], Field(max_length=MOST_DEVICES + 10)] | None = None
-    """Of a schedule that is not pplan's own: the lines of its text, with every action of every device."""
+    """Lines of the text of a custom schedule, with every action of every device."""
     optimizer: str = "sgd"
     precision: PrecisionName | None = None
-    """Of the weights and states; None in files from before it was said: as usual for the profile."""
+    """Precision of weights and states. None in files of early versions: as usual for the profile."""
     gradient_dtype: DtypeName | None = None
     zero: ZeroStage = 0
-    """What the replicas of a stage spread over them: ZeRO's stage."""
+    """ZeRO stage: what the replicas of a stage shard."""
     runtime: RuntimeName | None = None
     gpus: DeviceCount | None = None
-    """Devices that were offered; a plan may use fewer."""
+    """Devices that were offered. A plan may use fewer."""
     gpus_per_node: MemberCount | None = None
     device_kind: Literal["GPU", "CPU"] = "GPU"
-    """What it is for: processors where one was profiled and no GPU was named."""
+    """Kind of machine: CPU if one was profiled and no GPU was named."""
     topology: str = ""
-    """The devices and links the plan was made for, in words."""
+    """Devices and links for which the plan was made, in words."""
     machine: str = ""
     """The same as a topology file (TOML)."""
     stages: Annotated[list[PlannedStage], Field(min_length=1)]
@@ -504,18 +558,19 @@ class Plan(PlanShape, Document):
     baselines: list[Baseline] = []
     alternatives: list[PlanRow] = []
     training: TransformerTraining | None = None
-    """Of a plan from a transformer's configuration."""
+    """Model and training, of a plan from a transformer configuration."""
     sharing: list[DegreeResult] = []
-    """By how many devices share every layer, where that was chosen with the plan; the profile says which."""
+    """Results by number of devices that share every layer, if that was chosen with the plan. The profile says
+    which."""
     options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
-    """What was asked for."""
+    """Options of the request."""
     searched: str = ""
-    """The space that `exact` and the bound speak of."""
+    """Searched space, to which `exact` and the bound refer."""
     warnings: list[str] = []
-    """What may make the answer wrong: seconds that were estimated, extrapolated or are another device's."""
+    """What may make the answer wrong: estimated or extrapolated seconds, or those of another device."""
     notes: list[str] = []
     default_mini_batch: DefaultMiniBatch | None = None
-    """How the global batch was chosen; None where it was given."""
+    """How the global batch was chosen. None if it was given."""
     layer_names: list[str] = []
     profile: ProfileReference
     made_by: MadeBy = MadeBy()
@@ -523,7 +578,7 @@ class Plan(PlanShape, Document):
     @model_validator(mode="before")
     @classmethod
     def _rename_wishes(cls, content: Any) -> Any:
-        """`options` was called `wishes` in files until 0.1; the next release reads it no more."""
+        """Rename `wishes`, the name of `options` until 0.1. The next release drops it."""
         if not isinstance(content, dict) or "wishes" not in content or "options" in content:
             return content
         warn("a plan's `wishes` are called `options`: solve again", DeprecationWarning, stacklevel=2)
@@ -534,7 +589,7 @@ class Plan(PlanShape, Document):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Register the plan's own order by its name, and fill what alternatives leave out with the plan's."""
+        """Register a custom order by its name, and fill omitted fields of alternatives with the plan's."""
         if not isinstance(content, dict):
             return content
         if isinstance(content.get("order"), list):
@@ -543,11 +598,14 @@ class Plan(PlanShape, Document):
             content = content | {"degrees": None, "sharing": content["degrees"]}
         if content.get("training") is None:
             content = _rename_selective(content)
-        others = content.get("alternatives")
-        if not isinstance(others, list):
+        alternatives = content.get("alternatives")
+        if not isinstance(alternatives, list):
             return content
-        own = {key: content[key] for key in _SHARED if key in content}
-        filled = [own | other if isinstance(other, dict) else other for other in others]
+        plan_fields = {key: content[key] for key in _SHARED if key in content}
+        filled = [
+            plan_fields | alternative if isinstance(alternative, dict) else alternative
+            for alternative in alternatives
+        ]
         return content | {"alternatives": filled}
 
     @model_validator(mode="after")
@@ -563,18 +621,28 @@ class Plan(PlanShape, Document):
         self.check_shape(self.mini_batch)
         _check_devices(self)
         self.check_degrees()
-        for number, other in enumerate(self.alternatives):
-            _check_alternative(other, self, f"alternatives.{number}: ")
+        for number, alternative in enumerate(self.alternatives):
+            _check_alternative(alternative, self, f"alternatives.{number}: ")
         return self
 
     def check_degrees(self) -> None:
-        """Check the degrees of a plan from a configuration. Raises ValueError."""
-        own = [stage.degrees for stage in self.stages]
+        """Check the degrees of a plan from a configuration.
+
+        Raises:
+            ValueError: They do not match the stages.
+        """
+        stage_degrees = [stage.degrees for stage in self.stages]
         if self.training is None:
-            if self.degrees or any(own) or any(other.degrees for other in self.alternatives):
-                raise ValueError("degrees: without `training`, of which they are")
+            if (
+                self.degrees
+                or any(stage_degrees)
+                or any(alternative.degrees for alternative in self.alternatives)
+            ):
+                raise ValueError("degrees: given without `training`")
             return
-        if all(own) == (self.degrees is not None) or (any(own) and not all(own)):
+        if all(stage_degrees) == (self.degrees is not None) or (
+            any(stage_degrees) and not all(stage_degrees)
+        ):
             raise ValueError("degrees: must be those of the plan, or those of every stage")
         for shape in (self, *self.alternatives):
             if shape.degrees is None and shape is not self:
@@ -583,6 +651,7 @@ class Plan(PlanShape, Document):
             degrees.check(self.training, shape.balance, shape.virtual_stages, shape.micro_batch_size)
 
     def __repr__(self) -> str:
+        """Return the plan in one line."""
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
         return (
             f"<Plan of {self.model}: {format_count(self.pipeline_stages, 'stage')} of "
@@ -591,7 +660,7 @@ class Plan(PlanShape, Document):
         )
 
     def _repr_html_(self) -> str:
-        """Of a notebook: the stages."""
+        """Return a table of the stages for a notebook."""
         rows = [
             [
                 str(number),
@@ -606,7 +675,7 @@ class Plan(PlanShape, Document):
         return html_table(repr(self)[1:-1], _HEADINGS, rows)
 
     def plot(self) -> Drawing:
-        """The seconds of every stage, and the memory of one device of it against its limit, as a drawing."""
+        """Return a drawing of the seconds of every stage, and of the memory of a device against its limit."""
         from ..cost_models.drawing import CostRow, draw_costs  # most commands draw nothing
 
         rows = [
@@ -623,17 +692,17 @@ class Plan(PlanShape, Document):
 
     @property
     def is_fixed_partition(self) -> bool:
-        """Whether its partition is another tool's, and it is compared with no other."""
+        """Whether the partition is another tool's, so that there are no comparisons."""
         return self.searched == FIXED_PARTITION
 
     @property
     def is_replanned(self) -> bool:
-        """Whether it was chosen by the weights that it moves."""
+        """Whether the plan was chosen by the weights that it moves."""
         return self.searched.startswith(REPLANNED)
 
     @property
     def training_precision(self) -> TrainingPrecision:
-        """In which numbers the weights are trained."""
+        """Precision of weights, gradients and states."""
         return training_precision(
             self.profile.dtype,
             self.profile.amp,
@@ -645,7 +714,7 @@ class Plan(PlanShape, Document):
 
     @property
     def problem(self) -> dict[str, str]:
-        """What plans of one problem have in common: layers, machine, global batch, runtime and states."""
+        """What plans of one problem share: layers, machine, global batch, runtime and states."""
         return {
             "profile": self.profile.sha256,
             "machine": self.machine or self.topology,
@@ -664,7 +733,7 @@ class Plan(PlanShape, Document):
 
     @property
     def row(self) -> PlanRow:
-        """The plan in a row."""
+        """The plan as a row, its bound left out."""
         return PlanRow(
             **self.shape,
             step_seconds=self.prediction.step_seconds,
@@ -689,14 +758,14 @@ def _devices(stage: PlannedStage) -> str:
 
 
 _SHARED = ("micro_batches", "micro_batch_size", "recompute")
-"""Keys of an alternative whose default is the plan's value."""
+"""Keys of an alternative that default to the plan's values."""
 
 
 def _register_order(content: dict[str, Any]) -> None:
     lines, stages = content["order"], content.get("stages")
     micro_batches, virtual = content.get("micro_batches"), content.get("virtual_stages", 1)
     if not isinstance(micro_batches, int) or not isinstance(virtual, int) or virtual < 1:
-        return  # the fields' own checks say it
+        return  # the checks of the fields report it
     if not isinstance(stages, list) or not all(isinstance(line, str) for line in lines):
         return
     from ..cost_models.schedule_text import read_schedule
@@ -710,7 +779,7 @@ def _register_order(content: dict[str, Any]) -> None:
 
 @contextmanager
 def _value_errors(where: str = "") -> Iterator[None]:
-    """Turn a UsageError into the ValueError that pydantic reports."""
+    """Convert a UsageError to the ValueError that pydantic reports."""
     try:
         yield
     except UsageError as error:
@@ -718,7 +787,7 @@ def _value_errors(where: str = "") -> Iterator[None]:
 
 
 def _check_layers(plan: Plan) -> None:
-    """The stages follow one another from layer 0, and the names are those of all layers."""
+    """Check that stages follow one another from layer 0, and that the names are those of all layers."""
     expected = 0
     for number, stage in enumerate(plan.stages):
         if stage.first_layer != expected:
@@ -730,10 +799,10 @@ def _check_layers(plan: Plan) -> None:
     counts = [stage.layers for stage in plan.stages]
     if counts != plan.balance:
         raise ValueError(f"balance is {plan.balance}, the stages hold {counts} layers")
-    for own in plan.tied:
-        if own.stages != sorted(set(own.stages)) or own.stages[-1] >= len(plan.stages):
+    for weight in plan.tied:
+        if weight.stages != sorted(set(weight.stages)) or weight.stages[-1] >= len(plan.stages):
             raise ValueError(
-                f"tied {own.tensor!r} is on the stages {own.stages}, they must be ascending and of the "
+                f"tied {weight.tensor!r} is on the stages {weight.stages}, they must be ascending and of the "
                 f"{len(plan.stages)} that there are"
             )
     if plan.layer_names and len(plan.layer_names) != expected:
@@ -741,7 +810,7 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_ranks(parts: Sequence[Sequence[int]], virtual_stages: int, gpus: int | None, where: str) -> None:
-    """Each device has one part of the layers, or as many as there are virtual stages, and is there."""
+    """Check that each device exists and has one part of the layers, or as many as virtual stages."""
     uses = Counter(device for part in parts for device in part)
     twice = sorted(device for device, count in uses.items() if count > virtual_stages)
     if twice:
@@ -751,11 +820,11 @@ def _check_ranks(parts: Sequence[Sequence[int]], virtual_stages: int, gpus: int 
 
 
 def _check_devices(plan: Plan) -> None:
-    """Each stage has as many devices as its replicas take, and they are there."""
+    """Check that each stage has as many devices as its replicas need, and that they exist."""
     _check_ranks([stage.devices for stage in plan.stages], plan.virtual_stages, plan.gpus, "stages")
     for number, stage in enumerate(plan.stages):
-        own = stage.degrees or plan.degrees
-        if len(stage.devices) != stage.replicas * (own.sharers if own else 1):
+        degrees = stage.degrees or plan.degrees
+        if len(stage.devices) != stage.replicas * (degrees.sharers if degrees else 1):
             raise ValueError(
                 f"stages.{number}: replicas is {stage.replicas}, the devices are {stage.devices}"
             )
@@ -781,9 +850,12 @@ def _check_alternative(other: PlanRow, plan: Plan, where: str) -> None:
 
 
 def _rename_selective(content: dict[str, Any]) -> dict[str, Any]:
-    """Rename `selective` in a plan of a profile and its alternatives: the name of `by_stage` until 0.2."""
-    if isinstance(others := content.get("alternatives"), list):
-        renamed = [_rename_selective(other) if isinstance(other, dict) else other for other in others]
+    """Rename `selective` in a plan of a profile, the name of `by_stage` until 0.2."""
+    if isinstance(alternatives := content.get("alternatives"), list):
+        renamed = [
+            _rename_selective(alternative) if isinstance(alternative, dict) else alternative
+            for alternative in alternatives
+        ]
         content = content | {"alternatives": renamed}
     return content | {"recompute": "by_stage"} if content.get("recompute") == "selective" else content
 
@@ -797,19 +869,21 @@ _PLAN_WORDS: Mapping[str, Recompute] = {
 
 
 def plan_word(words: Iterable[str]) -> Recompute:
-    """Return the word of a plan whose stages have these: `by_stage` where they differ, run their first layers
-    again, or offload."""
+    """Return the recomputation of a plan from that of its stages.
+
+    It is `by_stage` if they differ, recompute first layers, or offload.
+    """
     modes = set(words)
     return _PLAN_WORDS.get(modes.pop(), "by_stage") if len(modes) == 1 else "by_stage"
 
 
 def plan_recompute(plan: ScoredPlan) -> Recompute:
-    """Return the word of a scored plan."""
+    """Return the recomputation of a scored plan."""
     return plan_word(plan.recompute)
 
 
 def plan_shape(plan: ScoredPlan) -> PlanShape:
-    """The layers of each part of a scored plan, and how they run."""
+    """Return the layers of each part of a scored plan, and how they run."""
     config = plan.config
     return PlanShape(
         balance=[end - first for first, end in plan.proposal.bounds],
@@ -822,7 +896,7 @@ def plan_shape(plan: ScoredPlan) -> PlanShape:
 
 
 def plan_row(plan: ScoredPlan, **more: Any) -> PlanRow:
-    """The row of a scored plan, with `more` of its fields."""
+    """Return the row of a scored plan, with `more` of its fields."""
     return PlanRow(
         **dict(plan_shape(plan)),
         step_seconds=plan.step_seconds,
@@ -835,7 +909,7 @@ def plan_row(plan: ScoredPlan, **more: Any) -> PlanRow:
 
 
 def run_in_words(plan: ScoredPlan) -> str:
-    """Its micro-batches, schedule and recomputation: `32 micro-batches x 8, 1f1b, recompute never`."""
+    """Return micro-batches, schedule and recomputation: `32 micro-batches x 8, 1f1b, recompute never`."""
     config = plan.config
     virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
     words = set(plan.recompute)

@@ -1,4 +1,4 @@
-"""The options of a plan."""
+"""Options of a plan."""
 
 from __future__ import annotations
 
@@ -75,19 +75,25 @@ def _read_recompute(text: str, name: str) -> str:
 
 
 def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
-    """`features.10=stage1` as a layer and a stage, of each text. Raises UsageError."""
+    """Read `features.10=stage1` as a layer and a stage, from each text.
+
+    Raises:
+        UsageError: A text has another form.
+    """
     return tuple(_read_pin(text, name) for text in texts)
 
 
 def _read_pin(text: str, name: str) -> tuple[str, int]:
     match = re.fullmatch(r"(.+)=(?:stage)?(\d{1,18})", text)
     if not match:
-        raise UsageError(f"{name} {text}: is not a layer and its stage", f"Write {name} features.10=stage1.")
+        raise UsageError(
+            f"{name} {text}: is not of the form LAYER=stageN", f"Write {name} features.10=stage1."
+        )
     return match[1], int(match[2])
 
 
 def seconds_option() -> Any:
-    """Make the field of the device whose seconds are meant, which every plan from a profile has."""
+    """Return the field that names the device whose seconds are used, for all plans from a profile."""
     return option(
         None,
         arguments.optional_word,
@@ -99,14 +105,22 @@ def seconds_option() -> Any:
 
 @options_class
 class TrainingOptions(Options):
-    """How a plan is trained; None and "auto" leave the choice to the search.
+    """How a plan is trained. None and "auto" leave the choice to the search.
 
-    `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
-    mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
-    what the replicas of a stage spread over them: 1 the optimizer's states, 2 the gradients too, 3 the
-    weights too. `tp`: of the numbers of devices that share every layer, for which the profile has costs,
-    those that are allowed. `host_bandwidth`: bytes per second of a device's copies to its host's memory and
-    back, where stages may offload; None: those of a known GPU's link.
+    Attributes:
+        runtime: Runtime that must be able to run the plan.
+        mini_batch: Samples of a step. None for 32 per GPU, rounded to what micro-batches make.
+        micro_batches: Number of micro-batches.
+        schedule: Name of a schedule, or a group of schedules.
+        recompute: Recomputation mode.
+        host_bandwidth: Bytes per second of copies from a device to its host, and as many back. None for that
+            of a known GPU's link.
+        host_memory_bytes: Bytes of host memory for the activations that each GPU offloads.
+        optimizer: Name of the optimizer.
+        precision: Precision of weights and states. auto is mixed for a profile in 16 bits or under autocast.
+        gradient_dtype: Data type in which micro-batches accumulate gradients.
+        zero: What the replicas of a stage shard: 1 optimizer states, 2 gradients too, 3 weights too.
+        tp: Allowed numbers of devices that share every layer, of those for which the profile has costs.
     """
 
     runtime: str | None = _training(
@@ -200,17 +214,22 @@ class TrainingOptions(Options):
 
 @options_class
 class PlanOptions(TrainingOptions):
-    """The options of a plan; None and "auto" leave the choice to the search. Raises UsageError.
+    """Options of a plan. None and "auto" leave the choice to the search.
 
-    `planner`: "best", the joint search, or a named planner. `use_all`: no device may stay free.
-    `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
-    between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
-    `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
-    time for the whole answer; work is counted, so that answers seldom vary. `robust`: of plans near the
-    fastest, the one whose step at the 90th percentile is the best. `slow_devices`: (share, times): each
-    device, by itself, takes so many times as long with that probability; it makes the plan `robust`, now the
-    one with the shortest mean step. `seconds_of`: "cpu" where GPUs are planned with a processor's seconds,
-    which is meant.
+    Attributes:
+        planner: "best" for the joint search, or a named planner.
+        time_limit: Seconds of processor time for the whole answer. Work is counted, so answers seldom vary.
+        use_all: Whether every device must be used.
+        max_stages: Most stages.
+        cut_after: Names of layers after which a stage must end.
+        keep_together: Patterns of names. Neighbours that match the same pattern are not separated.
+        pins: (name of a layer, number of its stage from 0).
+        robust: Whether to choose, of plans near the fastest, the one with the shortest step at the 90th
+            percentile.
+        slow_devices: (probability, factor): each device independently takes `factor` times as long with that
+            probability. The plan is then `robust`, with the shortest mean step.
+        memory_limit: Bytes that no device may exceed, in addition to its own limit.
+        seconds_of: "cpu" to plan GPUs with a processor's seconds on purpose.
     """
 
     planner: str = _search(
@@ -275,7 +294,7 @@ class PlanOptions(TrainingOptions):
         if self.micro_batches is not None and self.micro_batches > MOST_MICRO_BATCHES:
             raise UsageError(
                 f"micro_batches={self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
-                "The bubble of so many is nothing: use fewer, larger ones.",
+                "Use fewer, larger micro-batches: the bubble is negligible long before.",
             )
         if self.mini_batch is not None and self.mini_batch > MOST_MINI_BATCH:
             raise UsageError(
@@ -285,12 +304,12 @@ class PlanOptions(TrainingOptions):
         if not 0 < self.time_limit <= MOST_SECONDS:
             raise UsageError(
                 f"time_limit={self.time_limit:g}: must be above 0, and at most {MOST_SECONDS:g} seconds",
-                "Give 30s, say.",
+                "Use for example 30s.",
             )
         if self.max_stages is not None:
             arguments.whole("max_stages", self.max_stages, at_most=MOST_DEVICES)
         if self.memory_limit is not None and not 0 <= self.memory_limit <= MOST_TOTAL_BYTES:
-            raise UsageError(f"memory_limit={self.memory_limit:g}: is no number of bytes", "Omit it.")
+            raise UsageError(f"memory_limit={self.memory_limit:g}: is not a number of bytes", "Omit it.")
         if self.robust and self.planner != "best":
             raise UsageError(
                 f"`{self.robust_field}` with planner={self.planner!r}: a tool's own plan leaves nothing to "
@@ -301,7 +320,7 @@ class PlanOptions(TrainingOptions):
 
     @property
     def robust_field(self) -> str:
-        """The field by which a robust plan was asked for."""
+        """Field by which a robust plan was asked for."""
         return "robust" if self.slow_devices is None else "slow_devices"
 
     def _check_words(self) -> None:
@@ -338,13 +357,13 @@ class PlanOptions(TrainingOptions):
             )
         if self.recompute in UNPROPOSED and self.zero > 1:
             raise UsageError(
-                f"recompute={self.recompute!r} with zero={self.zero}: it gathers by whole stages",
+                f"recompute={self.recompute!r} with zero={self.zero}: ZeRO {self.zero} gathers whole stages",
                 "Use zero=1, or recompute='auto'.",
             )
 
 
 TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
-"""As of `Costs.transfers`, which is not imported here: the help of the command line would wait for numpy."""
+"""Values of `Costs.transfers`. They are repeated here because importing numpy would slow down the help."""
 
 
 def _number(form: str, help: str) -> Any:
@@ -353,7 +372,15 @@ def _number(form: str, help: str) -> Any:
 
 @options_class
 class StepOptions(Options):
-    """A step that is simulated. `virtual_stages`: of a device. `transfers`: the planner lets all overlap."""
+    """Options of a simulated step.
+
+    Attributes:
+        schedule: Schedule instead of the plan's.
+        stages: Devices of the pipeline.
+        micro_batches: Micro-batches of a step.
+        virtual_stages: Parts of the layers per device.
+        transfers: How transfers overlap with compute. The planner lets all overlap.
+    """
 
     schedule: str | None = option(
         None,
@@ -378,10 +405,11 @@ class StepOptions(Options):
 
 @options_class
 class Overrides(StepOptions):
-    """Numbers that replace those of the plan in a simulation; None: the plan's. Raises UsageError.
+    """Numbers that replace those of the plan in a simulation. None keeps the plan's.
 
-    `stages`: devices of the pipeline; with another number than the plan's each stage has one device.
-    `replicas`: of every stage.
+    Attributes:
+        replicas: Replicas of every stage. With another number of stages than the plan's, each has one device
+            by default.
     """
 
     replicas: int | None = _number(

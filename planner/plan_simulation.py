@@ -1,4 +1,4 @@
-"""A plan in the simulator: its candidate under any schedule, and what the stages of a candidate hold."""
+"""Simulation of a plan under any schedule, and what the stages of a plan hold."""
 
 from __future__ import annotations
 
@@ -46,29 +46,45 @@ from .search.space import Space, narrow_space
 from .stage_table import WEIGHT_SHARE, part_seconds
 
 LONG_ENOUGH = 8
-"""Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""
+"""Micro-batches per stage from which an asynchronous schedule is assumed to be steady."""
 Placed = tuple[Proposal, tuple[Recompute, ...]]
-"""A candidate, and the recomputation of each of its parts."""
+"""A proposal, and the recomputation of each of its parts."""
 
 
 def count_devices(plan: Plan, overrides: Overrides) -> int:
-    """How many devices the topology must have."""
+    """Return the number of devices that the topology must have."""
     used = 1 + max(device for stage in plan.stages for device in stage.devices)
     stages = overrides.stages or len(plan.stages) // plan.virtual_stages
     return max(used, plan.gpus or 1, stages * (overrides.replicas or 1))
 
 
 def read_machine(plan: Plan, where: str) -> TopologyFile | None:
-    """The machine that the plan was made for, as a topology file; None where it does not say. `where` names
-    the plan in errors. Raises FileError."""
+    """Return the machine for which the plan was made, as a topology file.
+
+    None if the plan does not state it.
+
+    Args:
+        plan: The plan.
+        where: Name of the plan in errors.
+
+    Raises:
+        FileError: The description is invalid.
+    """
     return parse_topology(plan.machine, Path(f"{where}: machine")) if plan.machine else None
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always, what each
-    micro-batch in flight adds on each of its chunks, and what the first of two parts of its backward adds
-    besides, as it begins and as it ends."""
+    """Bytes of a device at its peak and over time.
+
+    Attributes:
+        terms: Ledger at the peak.
+        resident_bytes: Bytes that the device always holds.
+        bytes_in_flight: By chunk, bytes that each micro-batch in flight adds.
+        limit_bytes: Bytes that the device may hold. None if unknown.
+        first_part: By chunk, bytes that the first of two parts of a backward adds as it begins and as it
+            ends.
+    """
 
     terms: dict[str, int]
     resident_bytes: float
@@ -78,23 +94,30 @@ class DeviceMemory:
 
     @property
     def bytes(self) -> int:
-        """What the device needs."""
+        """Bytes that the device needs."""
         return sum(self.terms.values())
 
     def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
-        """(second, bytes from then on) of the device as `stage` of its timeline."""
+        """Return (second, bytes from then on) pairs of the device as `stage` of its timeline."""
         return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight, self.first_part)
 
 
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
-    """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
-    memory."""
+    """Return the ledger of a device, and its bytes over time.
+
+    The limit is that of its replica with the least memory.
+
+    Args:
+        assembly: The pipeline.
+        device: Device of the program.
+        timeline: Its simulated step.
+    """
     terms = round_ledger(assembly.ledger(device))
     saves = assembly.recompute[device] == "never"
-    chunks = [micro_batch_bytes(own, assembly.program)[saves] for own in assembly.chunk_bytes(device)]
-    in_flight = tuple(sum(own.forward) for own in chunks)
-    # What a recomputing micro-batch makes again in B is taken as there all the time, of the one at work.
-    parts = tuple((sum(own.first_part), sum(own.behind_first_part)) for own in chunks)
+    chunks = [micro_batch_bytes(chunk, assembly.program)[saves] for chunk in assembly.chunk_bytes(device)]
+    in_flight = tuple(sum(chunk.forward) for chunk in chunks)
+    # What the micro-batch at work recomputes in B is counted all the time.
+    parts = tuple((sum(chunk.first_part), sum(chunk.behind_first_part)) for chunk in chunks)
     most = max(level for _, level in timeline.memory_over_time(device, 0.0, in_flight, parts))
     limit = assembly.smallest_device(device).memory_bytes
     return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit, parts)
@@ -102,14 +125,19 @@ def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> Device
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A simulated step: of a plan, or of costs alone.
+    """A simulated step of a plan, or of costs alone.
 
     Attributes:
+        schedule: Schedule.
+        micro_batches: Micro-batches of the step.
+        virtual_stages: Virtual stages per device.
+        timeline: Simulated actions.
         plan: File of the plan.
         mini_batch: Global batch of the plan.
-        plan_seconds: Seconds of a global batch of the plan itself, where something was overridden.
+        plan_seconds: Seconds of a global batch of the plan itself, if something was overridden.
         layers: First and last layer (0-based) by device and chunk, of a plan.
         memory: Memory by device, of a plan.
+        notes: Notes on the prediction.
     """
 
     schedule: Schedule
@@ -130,7 +158,7 @@ class Simulation:
 
     @property
     def title(self) -> str:
-        """`zb-h1, 8 stages, 24 micro-batches`."""
+        """Title such as `zb-h1, 8 stages, 24 micro-batches`."""
         chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         stages, parts = format_count(self.stages, "stage"), format_count(self.micro_batches, "micro-batch")
         return f"{self.schedule.name}, {stages}{chunks}, {parts}"
@@ -152,7 +180,7 @@ class Simulation:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The rate of a plan, in the steady state where there is one."""
+        """Samples per second of a plan, in the steady state if there is one."""
         if self.mini_batch is None:
             return None
         if self.steady is not None:
@@ -161,7 +189,7 @@ class Simulation:
 
     @property
     def mini_batch_seconds(self) -> float:
-        """The step; with an asynchronous schedule, a plan's seconds per global batch in the steady state."""
+        """Seconds of the step; of an asynchronous plan, seconds per global batch in the steady state."""
         rate = self.samples_per_second
         if self.mini_batch is None or rate is None or self.steady is None:
             return self.timeline.step_seconds
@@ -169,19 +197,19 @@ class Simulation:
 
     @cached_property
     def steady(self) -> SteadyState | None:
-        """The steady state of an asynchronous schedule, over as many micro-batches as it takes to see it."""
+        """Steady state of an asynchronous schedule, over as many micro-batches as it needs."""
         if self.schedule.synchronous:
             return None
         rounds = max(-(-self.micro_batches // self.stages), LONG_ENOUGH)
         program = self.schedule.program(self.stages, rounds * self.stages, self.virtual_stages)
         if self.mini_batch is not None and (program.update_every or 0) > 1:
-            # A plan's global batch is what an update is made from.
+            # An update takes the gradients of one global batch.
             program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)
 
 
 def describe_simulation(simulation: Simulation) -> list[str]:
-    """The step in a line, and what else there is to know of it."""
+    """Return the step in a line, and further lines about it."""
     timeline = simulation.timeline
     step = timeline.step_seconds
     samples = simulation.samples_per_second
@@ -203,7 +231,7 @@ def describe_simulation(simulation: Simulation) -> list[str]:
 
 
 def _against_the_plan(simulation: Simulation, plan_seconds: float) -> str:
-    """The seconds of a global batch against the plan's, each in its steady state where it has one."""
+    """Compare the seconds of a global batch with the plan's, each in its steady state if it has one."""
     difference = compare_steps(simulation.mini_batch_seconds, plan_seconds)
     verb = "" if difference.endswith("the same") else "this is "
     steady = "in the steady state " if simulation.steady else ""
@@ -223,13 +251,13 @@ def simulate_plan(
         plan: The plan.
         chain: Its layers.
         topology: Devices and links.
-        overrides: What to change of the plan; see `place_plan`.
-        profiles: The same layers as measured on the kinds of devices that have a profile of their own, by its
-            name in the topology.
+        overrides: What to change in the plan, see `place_plan`.
+        profiles: The same layers as measured on the kinds of devices with their own profile, by its name in
+            the topology.
 
     Raises:
         UsageError: The schedule, the global batch or the cuts do not allow these numbers, replicas cannot
-            stay, or `profiles` are missing or of other layers.
+            stay, or `profiles` are missing or have other layers.
     """
     overrides = overrides or Overrides()
     proposal, modes = place_plan(plan, chain, overrides)
@@ -262,16 +290,16 @@ def simulate_plan(
 
 
 def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Where a stage has not enough memory, a sentence on the one that lacks most."""
+    """Yield a sentence on the stage that lacks most memory, if any does."""
     lacking = [
-        (own.bytes - own.limit_bytes, stage, own.bytes, own.limit_bytes)
-        for stage, own in enumerate(memory)
-        if own.limit_bytes is not None and own.bytes > own.limit_bytes
+        (device.bytes - device.limit_bytes, stage, device.bytes, device.limit_bytes)
+        for stage, device in enumerate(memory)
+        if device.limit_bytes is not None and device.bytes > device.limit_bytes
     ]
     if lacking:
         _, stage, needed, limit = max(lacking)
-        others = f" ({format_count(len(lacking), 'stage')} in all)" if len(lacking) > 1 else ""
-        yield f"it does not fit: stage {stage} needs {format_bytes(needed)} of {format_bytes(limit)}{others}"
+        in_all = f" ({format_count(len(lacking), 'stage')} in all)" if len(lacking) > 1 else ""
+        yield f"it does not fit: stage {stage} needs {format_bytes(needed)} of {format_bytes(limit)}{in_all}"
 
 
 def plan_space(
@@ -281,17 +309,17 @@ def plan_space(
     topology: Topology,
     profiles: Mapping[str, Chain] | None = None,
 ) -> Space:
-    """The space of a plan's training setting, without the limits of its options.
+    """Return the space of a plan's training setting, without the limits of its options.
 
     Args:
         plan: The plan.
-        schedule: Where the plan's runtime does not run it, each stage has a process of its own.
+        schedule: Schedule to run. If the plan's runtime does not run it, each stage has its own process.
         chain: The plan's layers.
         topology: Devices and links.
-        profiles: As of `simulate_plan`.
+        profiles: See `simulate_plan`.
 
     Raises:
-        UsageError: The profiles are of other layers.
+        UsageError: The profiles have other layers.
     """
     runtime, bandwidth = plan.runtime and find_runtime(plan.runtime), plan.options.host_bandwidth
     return Space(
@@ -309,22 +337,22 @@ def plan_space(
 
 
 def keeps_stages(plan: Plan, proposal: Proposal) -> bool:
-    """Return whether a candidate has the plan's cuts and devices."""
+    """Return whether a proposal has the plan's cuts and devices."""
     ends = tuple(stage.last_layer + 1 for stage in plan.stages)
     return proposal.ends == ends and proposal.devices == tuple(tuple(stage.devices) for stage in plan.stages)
 
 
 def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> Placed:
-    """The plan as a candidate.
+    """Return the plan as a proposal.
 
-    Cuts and devices stay where the numbers of stages and of their parts do. Otherwise the layers are cut anew
-    so that the slowest part is as fast as possible, on devices from rank 0 on. The replicas stay where the
-    pipeline is as long and all stages have as many. The global batch stays.
+    Cuts and devices stay if the numbers of stages and parts do. Otherwise the layers are cut so that the
+    slowest part is as fast as possible, on devices from rank 0 on. The replicas stay if the pipeline has the
+    same length and all stages have equally many. The global batch stays.
 
     Args:
         plan: The plan.
         chain: Its layers.
-        overrides: What to change of it.
+        overrides: What to change.
 
     Raises:
         UsageError: The schedule, the global batch or the cuts do not allow these numbers, or replicas cannot
@@ -336,8 +364,12 @@ def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> 
     virtual = virtual if overrides.virtual_stages is None else overrides.virtual_stages
     planned, count = max(len(stages) // plan.virtual_stages, 1), overrides.micro_batches or count
     program = _program(schedule, chain, overrides.stages or planned, count, virtual)
-    size, is_as_long, each = _micro_batch_size(plan, count), program.devices == planned, overrides.replicas
-    keeps = is_as_long and program.slots == len(stages) and (each is None or counts == {each})
+    size, is_as_long, replicas = (
+        _micro_batch_size(plan, count),
+        program.devices == planned,
+        overrides.replicas,
+    )
+    keeps = is_as_long and program.slots == len(stages) and (replicas is None or counts == {replicas})
     ends = [stage.last_layer + 1 for stage in stages] if keeps else _cut_anew(plan, chain, size, program)
     cut_points = list_cut_points(chain)
     for end in ends:
@@ -345,19 +377,21 @@ def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> 
             raise UsageError(
                 f"the plan has a stage end after layer {end - 1}, {chain.names[end - 1]}, where the "
                 "profile allows no cut",
-                "Make the plan again with pplan solve, or cut anew with `stages`.",
+                "Solve again with pplan solve, or give `stages` to cut the layers anew.",
             )
-    if is_as_long and each is None and not keeps and len(counts) > 1:
+    if is_as_long and replicas is None and not keeps and len(counts) > 1:
         text = "-".join(map(str, plan.replicas[:16]))
         raise UsageError(
-            f"{schedule.name} with {program.slots} parts: the layers are cut anew, and the plan's "
-            f"replicas ({text}) are those of its own stages",
-            "Say how many each stage is to have: replicas=1, say.",
+            f"{schedule.name} has {program.slots} parts, so the layers are cut anew, and the plan's "
+            f"replicas ({text}) do not apply to the new stages",
+            "Set the replicas of each stage, for example replicas=1.",
         )
     devices = [tuple(stage.devices) for stage in stages]
-    if not is_as_long or (each is not None and counts != {each}):
-        each = each or 1
-        devices = [tuple(range(first, first + each)) for first in range(0, program.devices * each, each)]
+    if not is_as_long or (replicas is not None and counts != {replicas}):
+        replicas = replicas or 1
+        devices = [
+            tuple(range(first, first + replicas)) for first in range(0, program.devices * replicas, replicas)
+        ]
     modes = _recompute(plan, schedule.name, program.devices, keeps=keeps)
     mode: Mode = "by_stage" if plan.recompute == "selective" else plan.recompute
     places = [place.device for place in program.pipes[0]]
@@ -367,15 +401,16 @@ def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> 
 
 
 def _program(schedule: Schedule, chain: Chain, stages: int, micro_batches: int, chunks: int) -> Program:
+    """Return the program of a schedule. Raises UsageError for too many micro-batches or parts."""
     if micro_batches > MOST_MICRO_BATCHES:
         raise UsageError(
             f"micro-batches {micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
-            "Use fewer, larger ones.",
+            "Use fewer, larger micro-batches.",
         )
     if stages * chunks > chain.max_stages:
-        each = f" of {chunks} virtual stages each" if chunks > 1 else ""
+        chunks_each = f" of {chunks} virtual stages each" if chunks > 1 else ""
         raise UsageError(
-            f"stages {stages}{each}: the allowed cuts make at most {chain.max_stages} parts of the "
+            f"stages {stages}{chunks_each}: the allowed cuts make at most {chain.max_stages} parts of the "
             f"{format_count(len(chain), 'layer')}",
             "Use fewer stages, or fewer virtual stages." if chunks > 1 else "Use fewer stages.",
         )
@@ -383,26 +418,26 @@ def _program(schedule: Schedule, chain: Chain, stages: int, micro_batches: int, 
 
 
 def _micro_batch_size(plan: Plan, count: int) -> int:
-    """Samples of each of so many micro-batches."""
+    """Return the samples of each of `count` micro-batches."""
     batch = plan.mini_batch
     if batch % count:
         fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
         raise UsageError(
-            f"micro-batches {count}: a global batch of {batch} does not divide into so many",
+            f"micro-batches {count}: does not divide the global batch of {batch}",
             f"Use a divisor of {batch}: {abbreviate(fitting)}.",
         )
     return batch // count
 
 
 def _cut_anew(plan: Plan, chain: Chain, size: int, program: Program) -> list[int]:
-    """Ends of parts of which the slowest is as fast as possible."""
+    """Return the ends of parts whose slowest is as fast as possible."""
     costs = chain.at(size, past_largest=True)
     work = costs.forward_seconds * (1 + (plan.recompute != "never")) + costs.backward_seconds
     return list(accumulate(balance(work, program.slots, cut_after=chain.cut_after)))
 
 
 def _recompute(plan: Plan, schedule: str, devices: int, *, keeps: bool) -> Sequence[Recompute]:
-    """The recomputation of each device; only GPipe has `except_last`."""
+    """Return the recomputation of each device. Only GPipe has `except_last`."""
     if plan.recompute == "except_last" and schedule != "gpipe":
         return ("always",) * devices
     if plan.recompute != "by_stage":
@@ -410,7 +445,7 @@ def _recompute(plan: Plan, schedule: str, devices: int, *, keeps: bool) -> Seque
     words = [stage.recompute for stage in plan.stages]
     if None in words:
         raise UsageError(
-            "the plan's stages recompute differently, and it does not say how",
+            "the plan does not state the recomputation of each stage",
             "Simulate a plan with another recomputation.",
         )
     if not keeps:
@@ -419,13 +454,13 @@ def _recompute(plan: Plan, schedule: str, devices: int, *, keeps: bool) -> Seque
 
 
 def _notes(plan: Plan, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[str]:
-    """What is otherwise than in the plan."""
+    """Yield the differences from the plan."""
     keeps, replicas, schedule = keeps_stages(plan, proposal), proposal.replicas[0], proposal.config.schedule
     if not keeps:
         counts = ", ".join(str(end - first) for first, end in proposal.bounds)
-        yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
+        yield f"the layers are cut anew to balance the parts: {counts}"
         if replicas == 1 and max(plan.replicas) > 1:
-            yield "the plan's replicas are left out: each stage is on one device"
+            yield "the plan's replicas are dropped: each stage is on one device"
         elif replicas > 1:
             yield f"each stage has {replicas} replicas"
     if plan.recompute in ("except_last", "by_stage") and plan.recompute not in modes:
@@ -433,28 +468,28 @@ def _notes(plan: Plan, proposal: Proposal, modes: Sequence[Recompute]) -> Iterat
         if plan.recompute == "except_last":
             yield f"recompute always: {mode} is for gpipe"
         elif not keeps:
-            yield f"recompute {modes[0]} on every stage: the plan says it for its own stages"
+            yield f"recompute {modes[0]} on every stage: the plan's modes do not apply to the new stages"
     if plan.runtime is not None and not find_runtime(plan.runtime).runs(schedule):
-        yield f"{plan.runtime} does not run {schedule}: as if each stage had a process of its own"
+        yield f"{plan.runtime} does not run {schedule}: simulated with one process per stage"
 
 
 def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
-    """What was extrapolated, or taken for granted, in sentences."""
+    """Yield sentences about what was extrapolated or assumed."""
     chain, devices = assembly.chain, range(len(assembly.ranks))
     if assembly.program.splits_backward and chain.backward_weight_seconds is None:
         yield (
-            f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
-            "taken as the weight gradient"
+            f"the profile measured whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
+            "assumed to be the weight gradient"
         )
     if assembly.program.splits_backward and chain.pending_gradient_bytes is None:
         yield (
-            "the profile does not say which gradients the first part of a backward leaves for the second: of "
-            "each layer as many bytes are taken as it saves, or hands on"
+            "the profile does not state which gradients the first part of a backward leaves for the second: "
+            "each layer is assumed to leave as many bytes as it saves or outputs"
         )
     if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
         yield (
-            "stages that recompute are charged one more forward a micro-batch: with a backward in two parts "
-            "torch.utils.checkpoint runs it for the weight gradients, too, which is not in the prediction; "
+            "stages that recompute are charged one more forward per micro-batch; with a backward in two "
+            "parts, torch.utils.checkpoint runs another one for the weight gradients, which is not included; "
             "recompute='never' avoids it"
         )
     tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
@@ -469,13 +504,19 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
 
 
 WORTH = 0.01
-"""Share of the step that launches, or the optimizer, must take for that to be said."""
+"""Least share of the step of launches, or of the optimizer, that is reported."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What the optimizer takes at the least on the device where it takes longest: it reads and writes `bytes`
-    at the `bandwidth` of that device's memory, `updates` times a step."""
+    """Least seconds of the optimizer step on the device where it takes longest.
+
+    Attributes:
+        bytes: Bytes that it reads and writes.
+        bandwidth: Bytes per second of the device's memory.
+        rank: Rank of the device.
+        updates: Updates in a step.
+    """
 
     bytes: float
     bandwidth: float
@@ -484,50 +525,64 @@ class OptimizerStep:
 
     @property
     def seconds(self) -> float:
-        """Of all updates of a step."""
+        """Seconds of all updates of a step."""
         return self.updates * self.bytes / self.bandwidth
 
 
 def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> OptimizerStep | None:
-    """None where no device's memory has a bandwidth that is known. `micro_batches`: of a step; None: the
-    program's."""
+    """Return the optimizer step of the slowest device; None if no memory bandwidth is known.
+
+    Args:
+        assembly: The pipeline.
+        micro_batches: Micro-batches of a step. Defaults to the program's.
+    """
     optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
-    every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
-    updates = 1 if every is None else micro_batches // every
-    each = list[OptimizerStep]()
+    update_every, micro_batches = (
+        assembly.program.update_every,
+        micro_batches or assembly.program.micro_batches,
+    )
+    updates = 1 if update_every is None else micro_batches // update_every
+    candidates = list[OptimizerStep]()
     for device, ranks in enumerate(assembly.ranks):
-        parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
+        parameters = sum(chunk.trainable for chunk in assembly.chunk_bytes(device)) / precision.weight
         share = len(ranks) if assembly.zero else 1
         amount = float(parameters) / share * optimizer.update_bytes(precision)
         first_ranks = {assembly.topology.device(rank).name: rank for rank in reversed(ranks)}
         for name, rank in sorted(first_ranks.items(), key=itemgetter(1)):
             if bandwidth := memory_bandwidth(name):
-                each.append(OptimizerStep(amount, bandwidth, rank, updates))
-    return max(each, key=attrgetter("seconds"), default=None)
+                candidates.append(OptimizerStep(amount, bandwidth, rank, updates))
+    return max(candidates, key=attrgetter("seconds"), default=None)
 
 
 def optimizer_note(
     assembly: Assembly, step_seconds: float, micro_batches: int | None = None
 ) -> Iterator[str]:
-    """Where the updates that belong to a step take at least `WORTH` of it. Arguments as of
-    `optimizer_step`."""
-    own = optimizer_step(assembly, micro_batches)
-    if own is not None and own.seconds >= WORTH * step_seconds > 0:
-        often = "" if own.updates == 1 else f", {own.updates} times a step"
+    """Yield a note if the updates of a step take at least `WORTH` of it.
+
+    Args:
+        assembly: The pipeline.
+        step_seconds: Seconds of the step.
+        micro_batches: See `optimizer_step`.
+    """
+    update = optimizer_step(assembly, micro_batches)
+    if update is not None and update.seconds >= WORTH * step_seconds > 0:
+        often = "" if update.updates == 1 else f" {update.updates} times a step"
         yield (
-            f"the optimizer's step is not in the prediction: {assembly.optimizer} reads and writes at least "
-            f"{format_bytes(own.bytes)} on device {own.rank}{often}, which takes its memory of "
-            f"{format_rate(own.bandwidth)} {format_seconds(own.seconds)} or more, "
-            f"{percent(own.seconds / step_seconds)} of the step"
+            f"optimizer step not included: {assembly.optimizer} reads and writes at least "
+            f"{format_bytes(update.bytes)} on device {update.rank}{often}, which takes "
+            f"{format_seconds(update.seconds)} or more at {format_rate(update.bandwidth)}, "
+            f"{percent(update.seconds / step_seconds)} of the step"
         )
 
 
 def _slow_host(assembly: Assembly) -> Iterator[str]:
-    """Of the device whose process takes longest to launch, where no device computes for as long, and the step
-    is shorter without launches: else it waits for transfers or all-reduces."""
+    """Yield a note if the step waits for the host whose launches take longest.
+
+    That is the case if no device computes for as long, and the step is shorter without launches.
+    """
     if assembly.hosts == "one":
         return
-    # Pipes of two directions share the micro-batches: a device has its places in each of them.
+    # Pipes in two directions share the micro-batches, and a device has stages in each of them.
     pipes = len(assembly.program.pipes)
     repeats = np.array([repeat_word(mode) != "never" for mode in assembly.recompute])[:, None, None]
     times = 1 + repeats * assembly.first_shares("forward_launch")
@@ -539,17 +594,19 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
     device = int(launching.argmax())
     if launching[device] <= computing.max() or not _launches_take_time(assembly):
         return
-    on_device, on_host = (format_seconds(float(own[device])) for own in (computing, launching))
+    on_device, on_host = (format_seconds(float(seconds[device])) for seconds in (computing, launching))
     yield (
         f"the step waits for the hosts: device {assembly.ranks[device][0]} computes a micro-batch in "
-        f"{on_device}, and its process takes {on_host} to launch the operations; where that takes less "
-        "(torch.compile, CUDA graphs), so does the step"
+        f"{on_device}, and its process takes {on_host} to launch the operations; faster launches "
+        "(torch.compile, CUDA graphs) shorten the step"
     )
 
 
 def _launches_take_time(assembly: Assembly) -> bool:
-    """Whether the step is shorter, by more than `WORTH` of it, where hosts launch in no time; of a schedule
-    that is never flushed, a micro-batch in its steady state."""
+    """Return whether the step is shorter, by more than `WORTH` of it, if launches take no time.
+
+    For an asynchronous schedule, a micro-batch in its steady state is compared.
+    """
     costs, program = assembly.costs(), assembly.program
     free = replace(costs, forward_launch=None, backward_launch=None)
 
@@ -563,7 +620,12 @@ def _launches_take_time(assembly: Assembly) -> bool:
 
 
 def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
-    """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
+    """Return the parts of the layers in order. If a device has several, the memory is that of all of them.
+
+    Args:
+        space: Costs and limits.
+        plan: The scored plan.
+    """
     assembly = assemble_candidate(space, plan)
     forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
     shares = assembly.first_shares("forward")
@@ -593,15 +655,15 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
 
 
 def _host_bytes(assembly: Assembly, part: int) -> int:
-    """What a replica keeps on its host at most, of a schedule with one stage a device."""
+    """Return the most bytes that a replica keeps on its host, for a schedule with one stage per device."""
     device, program = assembly.program.pipes[0][part].device, assembly.program
     in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
     return ceil(in_flight * assembly.offloaded_bytes(part))
 
 
 def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
-    """The weights that several of its parts use."""
-    sums = {own.name: own.seconds for own in assemble_candidate(space, plan).tied_sums}
+    """Return the weights that several parts of a plan use."""
+    sums = {tied_sum.name: tied_sum.seconds for tied_sum in assemble_candidate(space, plan).tied_sums}
     weights = []
     for weight in space.chain.tied:
         parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
@@ -616,8 +678,14 @@ def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
 def energy_joules(
     topology: Topology, busy: Mapping[int, float], step: float, watts: Mapping[str, tuple[float, float]]
 ) -> float | None:
-    """Of a step of so many seconds: `busy` seconds of each rank that is used, at the watts of its kind while
-    it computes and while it waits; None where a kind has none."""
+    """Return the energy of a step in joules; None if a kind of device has no power figure.
+
+    Args:
+        topology: Devices.
+        busy: By rank in use, seconds of compute in a step.
+        step: Seconds of the step.
+        watts: By kind of device, power while computing and while waiting.
+    """
     kinds = {rank: topology.device(rank).name for rank in busy}
     if not set(kinds.values()) <= set(watts):
         return None
@@ -628,7 +696,7 @@ def energy_joules(
 
 
 def busy_seconds(stages: Iterable[PlannedStage], micro_batches: int) -> dict[int, float]:
-    """By rank, what its stages compute in a step."""
+    """Return the seconds that each rank computes in a step."""
     busy = dict[int, float]()
     for stage in stages:
         seconds = micro_batches * (stage.forward_seconds + stage.backward_seconds)

@@ -1,4 +1,4 @@
-"""A grid of problems, each solved by itself, on all cores or on a cluster."""
+"""A grid of problems that are solved independently, on all cores or on a cluster."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from .plan_file import Plan
 
 PROCESSES = "processes"
 BACKENDS = {PROCESSES: "joblib", "dask": "distributed", "ray": "ray"}
-"""What runs the points, and the package that it needs."""
+"""Backends that run the points, with the package that each needs."""
 MOST_POINTS = 10_000
 _WATCH_SECONDS = 1.0
-"""Between two looks of a process whether the one that started it still runs."""
+"""Interval in seconds at which a process checks whether its parent still runs."""
 LOST_WORKER = ("TerminatedWorkerError", "KilledWorker", "WorkerCrashedError", "NodeDiedError")
-"""What joblib, Dask and Ray raise where a worker is lost, the clusters' more than a few times."""
+"""Errors of joblib, Dask and Ray for a lost worker; the clusters raise them after several attempts."""
 
 Value = int | float | str | tuple[float, ...] | None
 Point = Mapping[str, Any]
-"""A value for each of the grid's keys."""
+"""A value for each key of the grid."""
 
 
 class SweepRow(Record):
-    """The plan of a point; where it has none, `reason` says why. `memory_bytes`: of the device that needs
-    most; `gpus_used`: by the plan."""
+    """Plan of a point, or the `reason` why it has none.
+
+    `memory_bytes` is that of the fullest device; `gpus_used` are the devices of the plan.
+    """
 
     point: dict[str, Any]
     step_seconds: float | None = None
@@ -52,42 +54,48 @@ class SweepRow(Record):
     exact: bool | None = None
     reason: str | None = None
     warnings: list[str] = []
-    """Of the plan."""
+    """Warnings of the plan."""
 
     @field_serializer("point", when_used="json")
     def _in_json(self, point: dict[str, Any]) -> dict[str, Any]:
-        """Links of any speed are "inf", as they are typed: JSON has no such number."""
+        """Return infinite link speeds as "inf", because JSON has no infinity."""
 
-        def value(own: Any) -> Any:
-            if isinstance(own, tuple | list):
-                return [value(part) for part in own]
-            return str(own) if isinstance(own, float) and isinf(own) else own
+        def to_json(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return [to_json(part) for part in value]
+            return str(value) if isinstance(value, float) and isinf(value) else value
 
-        return {key: value(own) for key, own in point.items()}
+        return {key: to_json(value) for key, value in point.items()}
 
 
 class SweepResult(Document):
-    """The rows of a grid, in its order: the last key changes fastest."""
+    """Rows of a grid in its order; the last key changes fastest."""
 
     kind: ClassVar[str] = "sweep"
 
     model: str
     rows: list[SweepRow]
     warnings: list[str] = []
-    """Those of all rows, once each."""
+    """Warnings of all rows, without repetitions."""
     made_by: MadeBy = MadeBy()
 
 
 def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination, the last key changing fastest. Raises UsageError."""
+    """Return every combination of a grid; the last key changes fastest.
+
+    Raises:
+        UsageError: The grid is empty or too large, or a key has no values or repeats one.
+    """
     for key, values in grid.items():
         if not values:
-            raise UsageError(f"sweep={key!r}: has no values", f"Give some: sweep='{key}=2,4,8'.")
+            raise UsageError(
+                f"sweep={key!r}: has no values", f"Give values, for example sweep='{key}=2,4,8'."
+            )
         twice = next((value for value in values if list(values).count(value) > 1), None)
         if twice is not None:
-            raise UsageError(f"sweep={key!r}: {twice} stands twice", "Give every value once.")
+            raise UsageError(f"sweep={key!r}: {twice} is given twice", "Give every value once.")
     if not grid:
-        raise UsageError("`sweep`: the grid is empty", "Give sweep='gpus=2,4,8', say.")
+        raise UsageError("`sweep`: the grid is empty", "Give for example sweep='gpus=2,4,8'.")
     plain = {key: [_plain(value) for value in values] for key, values in grid.items()}
     points = [dict(zip(grid, values, strict=True)) for values in product(*plain.values())]
     if len(points) > MOST_POINTS:
@@ -98,7 +106,7 @@ def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy as one of Python, which files can hold."""
+    """Return a numpy number as a Python number, which files can hold."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -110,11 +118,20 @@ def solve_points(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> list[SweepRow]:
-    """The rows of the points, in their order; `solve` takes a point's values by their keys.
+    """Solve the points and return their rows in order.
 
-    `jobs`: how many run side by side, None for as many as there are cores. `progress` is told the share of
-    the points that are done. A point that has no plan is a row with the reason; where none has one, and not
-    for lack of memory, its error is raised. Raises MachineError for a backend that is not installed.
+    A point without a plan is a row with the reason. If no point has a plan, and not for lack of memory, its
+    error is raised.
+
+    Args:
+        solve: Function that takes the values of a point by their keys.
+        points: The points.
+        backend: Backend that runs them.
+        jobs: Points to solve in parallel. None for the number of cores.
+        progress: Function that is called with the share of the points that are done.
+
+    Raises:
+        MachineError: The backend is not installed, or a worker was lost.
     """
     solved = []
     for outcome in _run(solve, points, backend, jobs):
@@ -129,7 +146,7 @@ def solve_points(
 
 
 def make_row(point: Point, plan: Plan) -> SweepRow:
-    """The row of a plan."""
+    """Return the row of a plan, with its bound."""
     predicted = plan.prediction
     return SweepRow(
         point=dict(point),
@@ -181,16 +198,18 @@ def _run(
         if type(error).__name__ not in LOST_WORKER:
             raise
         raise MachineError(
-            f"`sweep`: a process that solved points was lost ({type(error).__name__})",
-            "As the kernel does where memory runs out: give fewer `jobs`, or jobs=1.",
+            f"`sweep`: a worker process was lost ({type(error).__name__})",
+            "The kernel kills processes when memory runs out: use fewer `jobs`, or jobs=1.",
         ) from None
 
 
 def _solve_in_process(
     parent: int, solve: Callable[..., Plan], point: Point
 ) -> tuple[SweepRow, PplanError | None]:
-    """In a process that `parent`, by its id, started, and that ends with it: joblib leaves the processes of
-    one that is killed behind for minutes."""
+    """Solve a point in a worker process that ends with its `parent`.
+
+    joblib leaves the workers of a killed process running for minutes.
+    """
     if os.getpid() != parent:
         _end_with(parent)
     return _solve_point(solve, point)
@@ -209,8 +228,11 @@ def _end_with(parent: int) -> None:
 def _run_by_joblib(
     solve: Callable[..., Plan], points: Sequence[Point], backend: str, jobs: int | None
 ) -> Iterator[tuple[SweepRow, PplanError | None]]:
-    """In processes of this machine, or on Dask's cluster at DASK_SCHEDULER_ADDRESS, else one on this machine.
-    Dask runs a point again whose worker is lost."""
+    """Solve points in processes of this machine, or on Dask.
+
+    Dask uses the cluster at DASK_SCHEDULER_ADDRESS, else one on this machine. It repeats a point whose worker
+    is lost.
+    """
     from joblib import Parallel, cpu_count, delayed, parallel_config
 
     if backend == PROCESSES:
@@ -227,9 +249,9 @@ def _run_by_joblib(
 def _run_on_ray(
     solve: Callable[..., Plan], points: Sequence[Point], _: str, jobs: int | None
 ) -> Iterator[tuple[SweepRow, PplanError | None]]:
-    """On Ray's cluster at RAY_ADDRESS, else one on this machine; at most `jobs` points at a time.
+    """Solve at most `jobs` points at a time on Ray's cluster at RAY_ADDRESS, else one on this machine.
 
-    As tasks, which Ray runs again where their worker is lost: joblib's backend has actors, which it does not.
+    Ray repeats tasks whose worker is lost. It does not repeat the actors that joblib's backend would use.
     """
     import ray
 

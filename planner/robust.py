@@ -1,28 +1,29 @@
-"""The effect of the spread of the layers' seconds: the interval of a step, and the most robust plan.
+"""Effect of the spread of the layers' seconds: the interval of a step, and the most robust plan.
 
-A profile holds, of each layer, the median of forward + backward and its interquartile range as a share of
-that median, the spread s. The layer's seconds are taken as lognormal around the median: exp(sigma z) times as
-long, z standard normal. The quartiles of that are exp(+-q sigma) with q = 0.6745, so 2 sinh(q sigma) = s, and
-sigma = asinh(s / 2) / q. Layers vary independently of each other; forward and backward of one together, as
-only the spread of their sum is known.
+A profile holds, for each layer, the median of forward + backward and its interquartile range as a share of
+that median, the spread s. The layer's seconds are modelled as lognormal around the median: the median times
+exp(sigma z), with z standard normal. The quartiles are exp(+-q sigma) with q = 0.6745, so
+
+    2 sinh(q sigma) = s,    sigma = asinh(s / 2) / q
+
+Layers vary independently of each other. Forward and backward of one layer vary together, because only the
+spread of their sum is known.
 
 The difference between the layers' sum and the whole model (the closing error e, see `Chain.uncertainty`) is
 common to all layers: one more factor (1 + e)^z, so that e is one standard deviation.
 
-Devices may be slow, too (`PlanOptions.slow_devices`): each device, independently of the others, with the same
-probability, in which case every forward and backward on it takes so many times as long, for the whole step.
-Links, host and optimizer take what they take.
+Devices may be slow, too (`PlanOptions.slow_devices`). Each device is slow independently with the same
+probability. Every forward and backward on a slow device takes a given factor longer, for the whole step.
+Links, host and optimizer do not vary.
 
-The interval of a step, flushed or asynchronous, is between two percentiles of the simulated steps.
+The interval of a step, synchronous or asynchronous, lies between two percentiles of the simulated steps.
 
-The plan that loses least where seconds vary: the best 90th percentile of the step over the draws of the
-layers' seconds, or, with slow devices, the shortest mean step over the draws of these.
-
-Compared are plans whose own step is near the fastest one's (with slow devices: is no longer than the best
-mean, which is at least a plan's own step): the best of each configuration and number of stages, those of the
-named planners, and variations of the best of these, with a cut or a device moved, a device more or less,
-stages joined or parted, again and again. All are scored on the same draws. It is no search of all plans, and
-the draws are a sample: nothing is proven of percentile and mean.
+The most robust plan has the best 90th percentile of the step over the draws of the layers' seconds or, with
+slow devices, the shortest mean step. Compared are plans whose nominal step is near the fastest one's (with
+slow devices: no longer than the best mean, which is at least a plan's nominal step): the best of each
+configuration and number of stages, those of the named planners, and repeated variations of the best of these,
+with a cut or a device moved, a device more or less, stages joined or split. All are scored on the same draws.
+This does not search all plans, and the draws are a sample, so nothing is proven about percentile and mean.
 """
 
 from __future__ import annotations
@@ -58,17 +59,24 @@ from .search.space import Space
 from .stage_table import Floats, StageTable, part_seconds
 
 SAMPLES = 200
+"""Number of draws of the layers' seconds."""
 DEVICE_SAMPLES = 1_000
-"""Where devices may be slow: most draws of few devices have none, and equal ones are simulated once."""
+"""Draws if devices may be slow. Most draws of few devices have none, and equal draws are simulated once."""
 SEED = 0
 QUARTILE = 0.6744897501960817
-"""Of the standard normal distribution, the third."""
+"""Third quartile of the standard normal distribution."""
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Standard normal numbers: `layers` (samples, layers), and `common` (samples,) for the closing error.
-    `slow` (samples, devices): which devices take `times` as long; None where none does."""
+    """Random factors of a sample of steps.
+
+    Attributes:
+        layers: (samples, layers) standard normal numbers.
+        common: (samples,) standard normal numbers for the closing error.
+        slow: (samples, devices) mask of slow devices. None if no device is ever slow.
+        times: Factor on the seconds of a slow device.
+    """
 
     layers: Floats
     common: Floats
@@ -76,23 +84,23 @@ class Draws:
     times: float = 1.0
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.common)
 
     def take(self, which: slice | npt.NDArray[np.int64]) -> Draws:
-        """Some of them."""
+        """Return some of the samples."""
         slow = None if self.slow is None else self.slow[which]
         return Draws(self.layers[which], self.common[which], slow, self.times)
 
     def factors(self, costs: LayerCosts) -> Floats:
-        """(samples, layers): how many times as long as the median each layer takes; 1 where no spread is
-        known."""
+        """Return (samples, layers) factors on the layers' median seconds; 1 if no spread is known."""
         spread = np.zeros(self.layers.shape[1]) if costs.spread is None else costs.spread
-        own = np.arcsinh(spread / 2) / QUARTILE * self.layers
-        factors: Floats = np.exp(own + np.log1p(costs.uncertainty or 0.0) * self.common[:, None])
+        deviation = np.arcsinh(spread / 2) / QUARTILE * self.layers
+        factors: Floats = np.exp(deviation + np.log1p(costs.uncertainty or 0.0) * self.common[:, None])
         return factors
 
     def slowdown(self, ranks: Sequence[int]) -> Floats:
-        """(samples,): how many times as long the slowest of these devices takes."""
+        """Return (samples,) factors of the slowest of these devices."""
         if self.slow is None:
             return np.ones(len(self))
         return np.where(self.slow[:, list(ranks)].any(axis=1), self.times, 1.0)
@@ -102,8 +110,14 @@ class Draws:
 def make_draws(
     layers: int, samples: int = SAMPLES, devices: int = 0, slow_devices: tuple[float, float] | None = None
 ) -> Draws:
-    """The same numbers wherever and whenever they are drawn. `slow_devices`: of `devices`, the probability
-    that one is slow, and how many times as long it takes."""
+    """Return draws that are the same on every call.
+
+    Args:
+        layers: Number of layers.
+        samples: Number of samples.
+        devices: Number of devices.
+        slow_devices: Probability that a device is slow, and the factor on its seconds.
+    """
     random = np.random.default_rng(SEED)
     draws = Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
     if slow_devices is None:
@@ -113,39 +127,52 @@ def make_draws(
 
 
 MOST_TABLES = 16
-"""Of stages whose drawn seconds are remembered."""
+"""Most stage tables whose drawn seconds are cached."""
 ENTRIES = 20_000_000
-"""Actions times draws that are simulated side by side."""
+"""Most actions times draws that are simulated together."""
 
 
 class StepSampler:
-    """The plans of a space under the same draws. Launches of the host and transfers take what they take."""
+    """Simulated steps of the plans of a space under the same draws. Launches and transfers do not vary.
+
+    Args:
+        space: Costs and limits.
+        draws: The draws.
+    """
 
     def __init__(self, space: Space, draws: Draws) -> None:
         self.space, self.draws = space, draws
         self._seconds: dict[tuple[StageTable, str], Floats] = {}
 
     def step_seconds(self, plan: ScoredPlan) -> Floats:
-        """(samples,): the simulated step of each draw."""
+        """Return the (samples,) simulated steps of a plan."""
         assembly = assemble(self.space, plan.proposal, plan.recompute)
-        if self.draws.slow is None or any(own.spread is not None for own in self.space.kind_chains):
+        if self.draws.slow is None or any(chain.spread is not None for chain in self.space.kind_chains):
             return self.steps(assembly)
-        # Nothing but devices varies: draws in which the same stages are slow are alike.
-        slow = [own for device in range(len(assembly.ranks)) for own in self._slowdowns(assembly, device)]
+        # Only devices vary, so draws in which the same stages are slow are equal.
+        slow = [
+            factors for device in range(len(assembly.ranks)) for factors in self._slowdowns(assembly, device)
+        ]
         _, first, alike = np.unique(np.array(slow), axis=1, return_index=True, return_inverse=True)
         steps: Floats = StepSampler(self.space, self.draws.take(first)).steps(assembly)[alike.reshape(-1)]
         return steps
 
     def steps(self, assembly: Assembly) -> Floats:
-        """(samples,): the same of a plan that is made ready for the simulator; of long programs a part of the
-        draws at a time, as every action has an entry for each."""
-        costs, actions = self.costs(assembly), sum(len(own) for own in assembly.program.actions)
+        """Return the (samples,) simulated steps of an assembled plan.
+
+        Long programs are simulated for a part of the draws at a time, because every action has an entry for
+        each draw.
+        """
+        costs, actions = (
+            self.costs(assembly),
+            sum(len(device_actions) for device_actions in assembly.program.actions),
+        )
         count = max(1, min(len(self.draws), ENTRIES // actions))
         parts = [_part(costs, first, first + count) for first in range(0, len(self.draws), count)]
         return np.concatenate([step_seconds(assembly.program, part) for part in parts])
 
     def costs(self, assembly: Assembly) -> Costs:
-        """Of all draws side by side."""
+        """Return the costs of all draws, one candidate each."""
         nominal = assembly.costs()
         split = assembly.program.splits_backward
         tables: dict[str, Floats | None] = {
@@ -160,24 +187,24 @@ class StepSampler:
         return replace(nominal, **tables)  # type: ignore[arg-type] # arrays only
 
     def _accumulation(self, assembly: Assembly, part: str) -> Floats:
-        """(devices, chunks, 1, samples): what the first backward does not take, where it takes less."""
+        """Return (devices, chunks, 1, samples) seconds that the first backward saves."""
         takes_less = assembly.by_place(part) > assembly.by_place(f"first_{part}")
         sampled = self._by_place(assembly, part) - self._by_place(assembly, f"first_{part}")
         return sampled * takes_less[..., None]
 
     def _by_place(self, assembly: Assembly, name: str) -> Floats:
-        """(devices, chunks, 1, samples): seconds of the stage at every place, on its slowest replica."""
+        """Return (devices, chunks, 1, samples) seconds of every stage on its slowest replica."""
         program = assembly.program
         values = np.zeros((program.devices, program.chunks, 1, len(self.draws)))
         for place, part in assembly.program.parts_by_slot.items():
-            own = self._of_kinds(assembly, place, part, name)
-            values[place.device, place.chunk, 0] = np.maximum.reduce(own)
+            by_kind = self._of_kinds(assembly, place, part, name)
+            values[place.device, place.chunk, 0] = np.maximum.reduce(by_kind)
         return values
 
     def _of_kinds(self, assembly: Assembly, place: StageSlot, part: int, name: str) -> list[Floats]:
-        """(samples,) for each kind of device among the replicas."""
+        """Return (samples,) seconds for each kind of device among the replicas."""
         i, j = assembly.bounds[part]
-        own = []
+        by_kind = []
         slowdowns = self._slowdowns(assembly, place.device)
         for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
             layers = slice(table.cut_points[i], table.cut_points[j])
@@ -186,18 +213,18 @@ class StepSampler:
                 assembly.exchanged_seconds(part, table, scale * times, name)
                 for times in (1.0, self.draws.times)
             ]
-            own.append(seconds * scale * slowdown + np.where(slowdown > 1, exchanged[1], exchanged[0]))
-        return own
+            by_kind.append(seconds * scale * slowdown + np.where(slowdown > 1, exchanged[1], exchanged[0]))
+        return by_kind
 
     def _slowdowns(self, assembly: Assembly, device: int) -> list[Floats]:
-        """(samples,) for each kind of device among the replicas, in the order of `timing_tables`."""
+        """Return (samples,) slowdowns by kind of device, in the order of `timing_tables`."""
         by_kind: dict[Device, list[int]] = {}
         for rank in assembly.ranks[device]:
             by_kind.setdefault(assembly.topology.device(rank), []).append(rank)
         return [self.draws.slowdown(ranks) for ranks in by_kind.values()]
 
     def _layer_draws(self, table: StageTable, name: str) -> Floats:
-        """(samples, layers): seconds of every layer."""
+        """Return the (samples, layers) seconds of every layer."""
         if (table, name) not in self._seconds:
             while len(self._seconds) >= MOST_TABLES:
                 del self._seconds[next(iter(self._seconds))]
@@ -205,7 +232,7 @@ class StepSampler:
         return self._seconds[table, name]
 
     def _all_reduce(self, assembly: Assembly, nominal: Costs) -> Floats | None:
-        """(devices, chunks, samples): the seconds of the all-reduces after the last backwards."""
+        """Return (devices, chunks, samples) seconds of the all-reduces after the last backwards."""
         program = assembly.program
         seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
         for place, part in assembly.program.parts_by_slot.items():
@@ -219,22 +246,24 @@ class StepSampler:
     def _exposed_seconds(
         self, assembly: Assembly, place: StageSlot, part: int, ranks: Sequence[int]
     ) -> Floats:
-        """(samples,): of the kind of device whose backward takes longest, each time."""
+        """Return (samples,) exposed all-reduce seconds on the kind with the slowest backward."""
         i, j = assembly.bounds[part]
         gradients = gradient_bytes(assembly.table(place.device).costs.trainable_bytes, assembly.number_bytes)
         exposed, slowdowns = [], self._slowdowns(assembly, place.device)
         for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
-            own = slice(table.cut_points[i], table.cut_points[j])
-            backward = self._layer_draws(table, "backward")[:, own] * scale * slowdown[:, None]
-            exposed.append(exposed_all_reduce_seconds(backward, gradients[own], assembly.topology, ranks))
+            layers = slice(table.cut_points[i], table.cut_points[j])
+            backward = self._layer_draws(table, "backward")[:, layers] * scale * slowdown[:, None]
+            exposed.append(exposed_all_reduce_seconds(backward, gradients[layers], assembly.topology, ranks))
         slowest = np.argmax(self._of_kinds(assembly, place, part, "backward"), axis=0)
         of_slowest: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
         return of_slowest
 
 
 def layer_seconds(costs: LayerCosts, name: str) -> Floats:
-    """(layers,): `forward`, `backward`, or the `input` or `weight` part of the latter; with `first_`
-    what it takes without adding to gradients."""
+    """Return the (layers,) seconds of `forward`, `backward`, or the `input` or `weight` part of the latter.
+
+    With the prefix `first_`, these are the seconds without accumulation into gradients.
+    """
     if name == "forward":
         return costs.forward_seconds
     if name.startswith("first_"):
@@ -246,7 +275,7 @@ def layer_seconds(costs: LayerCosts, name: str) -> Floats:
 
 
 def _part(costs: Costs, first: int, end: int) -> Costs:
-    """Some of the candidates."""
+    """Return the costs of some candidates."""
     cut = {name: values[..., first:end] for name, values in costs.arrays().items()}
     return replace(costs, **cut)  # type: ignore[arg-type] # arrays only
 
@@ -254,14 +283,18 @@ def _part(costs: Costs, first: int, end: int) -> Costs:
 LOW, HIGH = 10, 90
 """Percentiles of the step."""
 ONE_BY_ONE = 200_000
+"""Most actions that are simulated if draws cannot be simulated together, and the least number of draws."""
 FEWEST = 40
-"""Actions that are simulated where draws cannot be taken side by side, and draws at the least."""
+"""Least number of draws then."""
 
 
 @dataclass(frozen=True)
 class DrawnSteps:
-    """The mean of the step over the draws, and its percentiles `LOW` and `HIGH`. All may lie above the step
-    of the medians: a pipeline is as slow as its slowest stage, and each time another one may be that."""
+    """Mean of the step over the draws, and its percentiles `LOW` and `HIGH`.
+
+    All may lie above the step of the medians: a pipeline is as slow as its slowest stage, which differs from
+    draw to draw.
+    """
 
     mean_seconds: float
     low_seconds: float
@@ -269,13 +302,19 @@ class DrawnSteps:
 
     @classmethod
     def of(cls, steps: Floats) -> DrawnSteps:
-        """Of the steps of all draws, (samples,)."""
+        """Return the statistics of (samples,) steps."""
         low, high = np.percentile(steps, (LOW, HIGH))
         return cls(float(np.mean(steps)), float(low), float(high))
 
 
 def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> DrawnSteps | None:
-    """Of the plan's step; None where the profile has no spread of the layers' seconds."""
+    """Return the interval of a plan's step; None if the profile has no spread of the layers' seconds.
+
+    Args:
+        space: Costs and limits.
+        plan: The plan.
+        draws: Draws of the layers' seconds. Defaults to `SAMPLES` draws.
+    """
     if not space.has_spread:
         return None
     draws = draws or make_draws(len(space.chain))
@@ -285,31 +324,39 @@ def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None
             steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches)
         )
     assembly = assemble(space, plan.proposal, plan.recompute)
-    own = draws.take(slice(_affordable(assembly, len(draws))))
-    return DrawnSteps.of(StepSampler(space, own).steps(assembly))
+    affordable = draws.take(slice(_affordable(assembly, len(draws))))
+    return DrawnSteps.of(StepSampler(space, affordable).steps(assembly))
 
 
 def _affordable(assembly: Assembly, draws: int) -> int:
-    """How many of the draws are simulated."""
+    """Return the number of draws to simulate."""
     if runs_side_by_side(assembly.program, assembly.costs()):
         return draws
-    actions = sum(len(own) for own in assembly.program.actions)
+    actions = sum(len(device_actions) for device_actions in assembly.program.actions)
     return min(draws, max(FEWEST, ONE_BY_ONE // actions))
 
 
 NEAR = 0.2
-"""Share by which the step of a plan that is compared may be longer than the fastest one's."""
+"""Share by which the nominal step of a compared plan may exceed the fastest one's."""
 MOST_BESTS = 64
-"""Of the plans that are the best of their configuration and number of stages: the fastest."""
+"""Most plans that are the best of their configuration and number of stages."""
 CLIMBED = 4
-"""Plans that are varied at a time: the best so far."""
+"""Number of best plans that are varied at a time."""
 ROUNDS = 12
+"""Most rounds of variations."""
 
 
 @dataclass(frozen=True)
 class RobustPlan:
-    """The plan that was chosen and its steps over the draws, those of the fastest plan, and how many plans
-    were compared. `is_fastest`: whether it is that plan."""
+    """The chosen plan, and how it compares.
+
+    Attributes:
+        plan: The chosen plan.
+        steps: Its steps over the draws.
+        fastest_steps: Those of the fastest plan.
+        compared: Number of plans that were compared.
+        is_fastest: Whether the chosen plan is the fastest one.
+    """
 
     plan: ScoredPlan
     steps: DrawnSteps
@@ -319,7 +366,11 @@ class RobustPlan:
 
 
 def check_known(problem: Problem) -> None:
-    """Raises UsageError where nothing varies: the profile has no spread, and no device is slow."""
+    """Check that something varies: the profile has a spread, or devices may be slow.
+
+    Raises:
+        UsageError: Nothing varies.
+    """
     if problem.options.slow_devices is None and not problem.space.has_spread:
         raise UsageError(
             "`robust`: the profile has no spread of the layers' seconds (it is an estimate or an import)",
@@ -328,9 +379,16 @@ def check_known(problem: Problem) -> None:
 
 
 def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
-    """The choice among plans near the fastest, which the answer holds.
+    """Choose the most robust plan among plans near the fastest.
 
-    That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
+    It is the fastest plan itself, unless another one is better by more than `TIE`.
+
+    Args:
+        problem: What is asked.
+        answer: The fastest plan, and those of named planners.
+
+    Raises:
+        UsageError: Nothing varies, see `check_known`.
     """
     check_known(problem)
     best, slow_devices = answer.best, problem.options.slow_devices
@@ -345,15 +403,15 @@ def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, contest.longest))
     contest.climb()
-    own, ranked = contest.scores[best.proposal], contest.ranked()[0]
-    better = contest.seconds(ranked[1]) < contest.seconds(own[1]) * (1 - TIE)
-    plan, steps = ranked if better else own
-    return RobustPlan(plan, steps, own[1], len(contest.scores), plan == own[0])
+    of_fastest, ranked = contest.scores[best.proposal], contest.ranked()[0]
+    better = contest.seconds(ranked[1]) < contest.seconds(of_fastest[1]) * (1 - TIE)
+    plan, steps = ranked if better else of_fastest
+    return RobustPlan(plan, steps, of_fastest[1], len(contest.scores), plan == of_fastest[0])
 
 
 @dataclass
 class _Comparison:
-    """The plans that were compared, with the steps of each."""
+    """Compared plans, with the steps of each."""
 
     problem: Problem
     fastest: ScoredPlan
@@ -364,25 +422,25 @@ class _Comparison:
         self._resampled = StepSampler(self.problem.space, self.draws)
 
     def enter(self, plans: Iterable[ScoredPlan]) -> None:
-        """Scores those that are new and near the fastest."""
+        """Score the plans that are new and near the fastest."""
         for plan in plans:
             near = plan.step_seconds <= self.longest and self.problem.allows(plan.proposal)
             if near and plan.proposal not in self.scores:
                 self.scores[plan.proposal] = plan, DrawnSteps.of(self._resampled.step_seconds(plan))
 
     def seconds(self, steps: DrawnSteps) -> float:
-        """What is to be short."""
+        """Return the statistic to minimise: the high percentile, or the mean with slow devices."""
         return steps.high_seconds if self.draws.slow is None else steps.mean_seconds
 
     @property
     def longest(self) -> float:
-        """Seconds of the step of a plan that may be the best."""
+        """Most seconds of the nominal step of a plan that may be the best."""
         if self.draws.slow is None or not self.scores:
             return self.fastest.step_seconds * (1 + NEAR)
         return min(steps.mean_seconds for _, steps in self.scores.values())
 
     def climb(self) -> None:
-        """Varies the best plans until no variation is better."""
+        """Vary the best plans until no variation is better."""
         space, varied, visited = self.problem.space, set[Proposal](), set[Proposal]()
         for _ in range(ROUNDS):
             best = [plan.proposal for plan, _ in self.ranked()[:CLIMBED]]
@@ -391,36 +449,40 @@ class _Comparison:
                 return
             varied.update(leading)
             for proposal in leading:
-                others = [own for own in variations(self.problem, proposal) if own not in visited]
-                visited.update(others)
-                scored = (fastest(space, [own], self.longest) for own in others)
+                new = [
+                    variation for variation in variations(self.problem, proposal) if variation not in visited
+                ]
+                visited.update(new)
+                scored = (fastest(space, [variation], self.longest) for variation in new)
                 self.enter(plan for plan in scored if plan is not None)
 
     def ranked(self) -> list[tuple[ScoredPlan, DrawnSteps]]:
-        """The best first, among equals the fastest, then the one that was entered first."""
+        """Return the plans, best first, then fastest, then in the order of their entry."""
         return sorted(self.scores.values(), key=lambda row: (self.seconds(row[1]), row[0].step_seconds))
 
 
 def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    """The plans of shapes near a plan's; of one whose devices do not stand in their order, other cuts."""
+    """Yield the plans of neighbouring shapes; if the devices are not in order, only those with other cuts."""
     table = problem.space.table(problem.chain.sizes[0])
-    own, config = proposal.replicas, proposal.config
-    in_order = proposal == replicated_pipeline(config, proposal.ends, own)
-    for ends, replicas in near_shapes(table.cut_points, proposal.ends, own, problem.gpus):
-        if replicas == own and len(ends) == len(own):
-            other = replace(proposal, ends=ends)
+    counts, config = proposal.replicas, proposal.config
+    in_order = proposal == replicated_pipeline(config, proposal.ends, counts)
+    for ends, replicas in near_shapes(table.cut_points, proposal.ends, counts, problem.gpus):
+        if replicas == counts and len(ends) == len(counts):
+            variation = replace(proposal, ends=ends)
         elif in_order:
-            other = replicated_pipeline(config, ends, replicas)
+            variation = replicated_pipeline(config, ends, replicas)
         else:
             continue
-        if problem.allows(other):
-            yield other
+        if problem.allows(variation):
+            yield variation
 
 
 def _bests(problem: Problem, longest: float) -> list[ScoredPlan]:
-    """The fastest of each configuration and number of stages (where the problem is not small, of one stage
-    more or less than the fastest of the configuration), of those whose step is below `longest`; of problems
-    that are too large to be searched again for each, none."""
+    """Return the fastest plans of each configuration and number of stages with a step below `longest`.
+
+    If the problem is not small, only one stage more or less than the fastest of the configuration is
+    searched. Problems that are too large to search once per configuration have none.
+    """
     if is_large(problem.space, problem.families):
         return []
     alike: dict[PipelineConfig, list[Family]] = {}
@@ -435,8 +497,10 @@ def _bests(problem: Problem, longest: float) -> list[ScoredPlan]:
 
         plans.append(first := find(problem.stage_counts))
         if first is not None:
-            own, small = len(first.proposal.ends), is_small_problem(problem)
-            others = [n for n in problem.stage_counts if n != own and (small or abs(n - own) == 1)]
-            plans += [find([number]) for number in others]
-    every = [plan for plan in plans if plan is not None]
-    return sorted(every, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
+            stages, small = len(first.proposal.ends), is_small_problem(problem)
+            other_counts = [
+                n for n in problem.stage_counts if n != stages and (small or abs(n - stages) == 1)
+            ]
+            plans += [find([number]) for number in other_counts]
+    complete = [plan for plan in plans if plan is not None]
+    return sorted(complete, key=lambda plan: plan.step_seconds)[:MOST_BESTS]

@@ -1,4 +1,4 @@
-"""Simulates proposals, returns the fastest that fits, and says why none is a plan."""
+"""Simulation of proposals: the fastest that fits, or why none does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .search.space import Space, divide_batch, narrow_space
 from .search.stage_recompute import choose_modes, stage_modes
 
 MOST_SCORED, MOST_TRIED = 6, 60
-"""Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
+"""Most pipelines of a long chain that are scored per planner: those that fit, and all."""
 
 
 def fastest(
@@ -35,10 +35,19 @@ def fastest(
     *,
     required: bool = True,
 ) -> ScoredPlan | None:
-    """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
+    """Return the fastest of the proposals that fit and take less than `limit` seconds.
 
-    Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
-    of those that were scored by then; one at least where that is `required` and there is no limit yet.
+    Among equally fast ones the first wins. If the time is over, only those scored so far count.
+
+    Args:
+        space: Costs and limits.
+        proposals: The proposals.
+        limit: Seconds that a plan must be faster than.
+        budget: Budget to use instead of the space's.
+        required: Whether to score at least one proposal even if the time is over, if there is no limit yet.
+
+    Returns:
+        The plan; None if there is none.
     """
     space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
@@ -55,19 +64,21 @@ def fastest(
 
 @dataclass(frozen=True)
 class _Trial:
-    """A proposal that may fit, a bound on its step, and what scores it where it takes less than a limit."""
+    """A proposal that may fit, with a bound on its step and a function that scores it below a limit."""
 
     bound: float
     tight: bool
-    """Whether the bound is close to the step: of the others only so many are scored."""
+    """Whether the bound is close to the step. Only a limited number of other trials is scored."""
     score: Callable[[float], ScoredPlan | None]
 
 
 def _score_trials(
     space: Space, trials: Iterable[_Trial], limit: float, *, optional: bool
 ) -> ScoredPlan | None:
-    """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
-    were scored by then, one at least unless that is `optional`."""
+    """Return the fastest of the trials, which are sorted by bound.
+
+    If the time is over, only those scored so far count, at least one unless that is `optional`.
+    """
     best: ScoredPlan | None = None
     loose = 0
     for trial in trials:
@@ -83,22 +94,24 @@ def _score_trials(
 
 
 def _trials(space: Space, proposals: Sequence[Proposal], *, optional: bool) -> Iterator[_Trial]:
-    """Of proposals of one configuration with as many parts."""
+    """Yield the trials of proposals of one configuration and number of parts."""
     if proposals[0].config.schedule in SEARCHED:
         yield from _linear_trials(space, proposals)
     else:
-        own = (_trial(space, proposal, optional=optional) for proposal in proposals)
-        yield from (trial for trial in own if trial is not None)
+        trials = (_trial(space, proposal, optional=optional) for proposal in proposals)
+        yield from (trial for trial in trials if trial is not None)
 
 
 def _score_long(
     space: Space, proposals: Sequence[Proposal], limit: float, *, optional: bool
 ) -> ScoredPlan | None:
-    """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
-    their busiest stage, each by itself."""
+    """Return the fastest of pipelines of a long chain, whose stage tables are too large.
+
+    The proposals with the least work on their busiest stage are scored one by one.
+    """
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
-    own = [p for p in proposals if allowed.issuperset(p.ends) and is_measured(space, p)]
-    works = [busiest_seconds(space, proposal) for proposal in own]
+    measured = [p for p in proposals if allowed.issuperset(p.ends) and is_measured(space, p)]
+    works = [busiest_seconds(space, proposal) for proposal in measured]
     best: ScoredPlan | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
@@ -106,10 +119,10 @@ def _score_long(
             break
         if (optional or best is not None) and space.budget.over:
             break
-        narrow = narrow_space(space, own[index].ends)
-        linear = own[index].config.schedule in SEARCHED
-        fitting += not linear or choose_modes(narrow, own[index]) is not None
-        trials = _trials(narrow, [own[index]], optional=optional)
+        narrow = narrow_space(space, measured[index].ends)
+        linear = measured[index].config.schedule in SEARCHED
+        fitting += not linear or choose_modes(narrow, measured[index]) is not None
+        trials = _trials(narrow, [measured[index]], optional=optional)
         plan = _score_trials(space, trials, limit, optional=optional)
         if plan is not None:
             best, limit = plan, plan.step_seconds
@@ -129,7 +142,7 @@ def _score_linear(group: LinearGroup, row: int, limit: float) -> ScoredPlan | No
 
 
 def _trial(space: Space, proposal: Proposal, *, optional: bool) -> _Trial | None:
-    """Of a pipeline of any schedule; None where its cuts or its shares cannot be."""
+    """Return the trial of a pipeline of any schedule; None if its cuts or shares are not allowed."""
     if not possible(space, proposal):
         return None
     score = partial(_score_any, space, proposal, optional=optional)
@@ -137,7 +150,10 @@ def _trial(space: Space, proposal: Proposal, *, optional: bool) -> _Trial | None
 
 
 def _score_any(space: Space, proposal: Proposal, limit: float, *, optional: bool) -> ScoredPlan | None:
-    """Where the plan is `optional`, None if the time is over meanwhile."""
+    """Return the scored plan if it fits and is below the limit.
+
+    None if the time ends and it is `optional`.
+    """
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
         assembly = assemble(space, proposal, whole)
@@ -152,7 +168,7 @@ def _score_any(space: Space, proposal: Proposal, limit: float, *, optional: bool
 
 
 def possible(space: Space, proposal: Proposal) -> bool:
-    """Whether its cuts and the samples of its replicas may be, whatever the memory."""
+    """Return whether the cuts and the samples per replica of a proposal are allowed, regardless of memory."""
     cut_points = list(space.table(space.chain.sizes[0]).cut_points)
     return is_measured(space, proposal) and all(
         first in cut_points
@@ -163,28 +179,31 @@ def possible(space: Space, proposal: Proposal) -> bool:
 
 
 def is_measured(space: Space, proposal: Proposal) -> bool:
-    """Whether the shares of all replicas can be costed."""
+    """Return whether the shares of all replicas have known costs."""
     size = proposal.config.micro_batch_size
     return all(count <= size and space.fits_someone(size, count) for count in set(proposal.replicas))
 
 
 def make_program(proposal: Proposal) -> Program:
-    """What runs where. Raises UsageError for numbers that the schedule does not run."""
+    """Return the actions of a proposal.
+
+    Raises:
+        UsageError: The schedule does not run with these numbers.
+    """
     config, parts = proposal.config, len(proposal.ends)
     if config.schedule in SEARCHED:
         return cached_program(config.schedule, parts, config.micro_batches)
     stages, remainder = divmod(parts, config.virtual_stages)
     if remainder:
         raise UsageError(
-            f"{parts} parts of the layers with {config.virtual_stages} virtual stages a device",
-            "Give as many parts to every device.",
+            f"{parts} parts of the layers do not divide by {config.virtual_stages} virtual stages per device",
+            "Give every device the same number of parts.",
         )
     return find_schedule(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
 
 
 def write_order(proposal: Proposal) -> list[str] | None:
-    """The lines of the text that holds every action of a schedule that is not pplan's own; None of one that
-    is."""
+    """Return the text lines of every action of a custom schedule; None for a published one."""
     name = proposal.config.schedule
     if name in PUBLISHED:
         return None
@@ -194,7 +213,13 @@ def write_order(proposal: Proposal) -> list[str] | None:
 
 
 def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
-    """The proposal for the simulator; `modes`: what each part recomputes, the same for all of a device."""
+    """Return a proposal as input of the simulator.
+
+    Args:
+        space: Costs and limits.
+        proposal: The proposal.
+        modes: Recomputation by part, equal for all parts of a device.
+    """
     if space.is_long:
         space = narrow_space(space, proposal.ends)
     program, cut_points = make_program(proposal), list(space.table(space.chain.sizes[0]).cut_points)
@@ -225,8 +250,17 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
 def device_modes(
     space: Space, assembly: Assembly, proposal: Proposal, *, optional: bool = False
 ) -> tuple[Recompute, ...] | None:
-    """By device, the cheapest way to recompute that fits; None where none does, or where the plan is
-    `optional` and the time is over."""
+    """Return the cheapest recomputation by device with which it fits.
+
+    Args:
+        space: Costs and limits.
+        assembly: The pipeline.
+        proposal: The proposal.
+        optional: Whether to stop if the time is over.
+
+    Returns:
+        Modes by device; None if a device does not fit, or if the time is over and the plan is optional.
+    """
     modes = []
     for device in range(assembly.program.devices):
         if optional and space.budget.over:
@@ -245,24 +279,25 @@ def device_modes(
 
 
 def busiest_seconds(space: Space, proposal: Proposal) -> float:
-    """The work of the busiest device, or, where devices compute parts of each other, an even share of all: a
-    bound on the step under any schedule."""
+    """Return a bound on the step under any schedule: the work of the busiest device.
+
+    If devices compute parts of each other, it is an even share of all work.
+    """
     size, work = proposal.config.micro_batch_size, defaultdict[tuple[int, ...], float](float)
     copies = find_schedule(proposal.config.schedule).copies
     share = min(1.0, copies / proposal.config.micro_batches)
-    before = {
+    work_before = {
         count: np.append(0.0, np.cumsum(space.least_work(divide_batch(size, count), first_share=share)))
         for count in set(proposal.replicas)
     }
     for (first, end), devices in zip(proposal.bounds, proposal.devices, strict=True):
-        work[devices] += float(before[len(devices)][end] - before[len(devices)][first])
+        work[devices] += float(work_before[len(devices)][end] - work_before[len(devices)][first])
     busiest = max(work.values()) if copies == 1 else sum(work.values()) / len(work)
     return proposal.config.micro_batches * busiest * least_in_parts(space)
 
 
 def least_in_parts(space: Space) -> float:
-    """Share of a whole backward that a split one takes at the least, where its parts were measured; 1 at
-    most."""
+    """Return the least measured share of a split backward in a whole one; at most 1."""
     least = 1.0
     for chain in (space.chain, *space.profiles.values()):
         if chain.backward_input_seconds is not None and chain.backward_weight_seconds is not None:
@@ -276,7 +311,7 @@ def least_in_parts(space: Space) -> float:
 
 UNFIT = "does not fit"
 MOST_ASSEMBLED = 16
-"""Proposals with the most stages whose memory is counted."""
+"""Most proposals whose memory is counted, those with the most stages."""
 
 
 def unfit_reason(space: Space, proposals: Sequence[Proposal]) -> str:
@@ -287,7 +322,7 @@ def unfit_reason(space: Space, proposals: Sequence[Proposal]) -> str:
         proposals: Proposals that the options allow, none of which is a plan.
 
     Returns:
-        The memory of the proposal that lacks least. If none can be costed, the first failed check.
+        The memory of the proposal that lacks least. If none has known costs, the first failed check.
     """
     reasons, lacking = list[str](), list[tuple[float, str]]()
     deepest = sorted(dict.fromkeys(proposals), key=lambda proposal: -len(proposal.ends))
@@ -310,21 +345,21 @@ def unfit_reason(space: Space, proposals: Sequence[Proposal]) -> str:
 
 
 def list_failures(space: Space, proposal: Proposal) -> Iterator[str]:
-    """Describe what keeps a proposal from being costed: sizes, cuts or weights to train."""
+    """Yield reasons why a proposal has no costs: sizes, cuts or weights to train."""
     size, chain, runtime = proposal.config.micro_batch_size, space.chain, space.runtime
     for count in sorted(set(proposal.replicas)):
         if count > size:
-            yield f"{count} replicas share micro-batches of {size}, and one has no sample"
+            yield f"{count} replicas share micro-batches of {size}, so one has no sample"
         elif not space.fits_someone(size, count):
             share = divide_batch(size, count)
-            yield f"a replica needs size {share:g}, and the profile measured {abbreviate(chain.sizes)}"
+            yield f"a replica needs size {share:g}, but the profile measured {abbreviate(chain.sizes)}"
     allowed = {0, *(np.flatnonzero(chain.cut_after) + 1).tolist(), len(chain)}
     for stage, (first, end) in enumerate(proposal.bounds):
         if end not in allowed:
             yield f"stage {stage} ends after {chain.names[end - 1]}, where no cut is allowed"
         crossed = [layer for layer in space.limits.must_cut if first <= layer < end - 1]
         if crossed:
-            yield f"stage {stage} goes on after {chain.names[crossed[0]]}, which `cut_after` names"
+            yield f"stage {stage} does not end after {chain.names[crossed[0]]}, which `cut_after` requires"
         is_trained = chain.trainable_bytes[first:end].any()
         if runtime is not None and runtime.trains_every_stage and not is_trained:
             layers = chain.name_range(first, end)
@@ -332,7 +367,7 @@ def list_failures(space: Space, proposal: Proposal) -> Iterator[str]:
 
 
 def most_lacking(space: Space, assembly: Assembly) -> tuple[float, int, float]:
-    """Bytes that the device which lacks most is short of, which device of the pipeline, and what it needs."""
+    """Return the most bytes that a device lacks, the device of the pipeline, and the bytes that it needs."""
     needs = [sum(assembly.ledger(device).values()) for device in range(assembly.program.devices)]
     return max(
         (need - space.limit(assembly.ranks[device]), device, need) for device, need in enumerate(needs)
@@ -340,7 +375,7 @@ def most_lacking(space: Space, assembly: Assembly) -> tuple[float, int, float]:
 
 
 def memory_text(assembly: Assembly, device: int, needed: float, bytes_short: float) -> str:
-    """Describe the memory that a device needs, and its limit."""
+    """Return the memory that a device needs, and its limit, as text."""
     return (
         f"device {assembly.ranks[device][0]} needs {format_bytes(round(needed))} of "
         f"{format_bytes(round(needed - bytes_short))}"

@@ -1,4 +1,4 @@
-"""The plans that fit into memory, and the one whose fullest device needs the least: no seconds, no search.
+"""Plans that fit into memory, and the one whose fullest device needs the least memory.
 
 With n cut points, let `k(s)` be the micro-batches in flight on a stage with s - 1 stages after it, and
 `r(s, i, j, M)` the fewest replicas with which layers i to j fit into M bytes with `k(s)` in flight. Then
@@ -9,9 +9,9 @@ is the fewest devices for the layers from cut point i on in s stages, and a plan
 `devices(s, 0)` is at most the number of devices for some s (`Pipelines.find`). The least such M is found by
 bisection. GPipe, 1F1B and naive are counted exactly. For other schedules `k` is a lower bound.
 
-Where some devices have room for M and others for M' > M bytes, a stage takes r(M) devices of any kind, or
-r(M') of the larger ones: `devices` then counts the former by the number of the latter. With `use_all` it is
-counted by the number of all, and is 0 where these can be used exactly.
+If some devices have room for M and others for M' > M bytes, a stage takes r(M) devices of any kind, or r(M')
+of the larger ones; `devices` is then a table of the former by the number of the latter. With `use_all` it is
+a table by the number of all devices, and 0 if these can be used exactly.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from .stage_table import Floats, Indices, fullest_kind, ledger_options
 EXACT_SCHEDULES = ("naive", *SEARCHED)
 """Schedules whose memory the number of micro-batches in flight states exactly."""
 STATES = ("weights", "gradients", "master_weights", "optimizer")
+"""Ledger terms of the states of weights."""
 MOST_USED = 64
-"""Devices up to which `use_all` is respected; plans on more are looked for without it."""
+"""Most devices for which `use_all` is respected. Plans on more devices are searched without it."""
 MOST_CUTS = 128
 """Cut points of a long chain between which the least memory is sought."""
 
 
 class StageNeed(NamedTuple):
-    """Memory of a stage between two cut points on `replicas` devices, all with more room if `on_larger`."""
+    """Memory of a stage on `replicas` devices, all of the larger kind if `on_larger`."""
 
     start: int
     end: int
@@ -65,7 +66,7 @@ class StageNeed(NamedTuple):
 class SmallestPlan(NamedTuple):
     """The plan that needs the least memory, on the first devices.
 
-    `is_counted`: its bytes are exact; else they are a lower bound for the schedule.
+    If `is_counted`, its bytes are exact. Otherwise they are a lower bound for the schedule.
     """
 
     stages: list[StageNeed]
@@ -74,7 +75,7 @@ class SmallestPlan(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of the stage that needs the most memory, the first among equals."""
+        """Number of the stage that needs the most memory, the first of several."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].memory_bytes)
 
     @property
@@ -84,19 +85,19 @@ class SmallestPlan(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes that some devices hold, as if every device had the context of the kind with the largest."""
+    """Bytes that some devices hold, as if every device had the largest context of all kinds."""
 
     bytes: float
     devices: int
 
 
 def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
-    """Return whether the memory of the devices rules out every plan that the options allow.
+    """Return whether the memory of the devices excludes every plan that the options allow.
 
     Args:
-        problem: The plans that are allowed.
-        more_schedules: Asynchronous schedules that are allowed besides. With one stage a device they need no
-            less than 1F1B, which must be allowed.
+        problem: The allowed plans.
+        more_schedules: Asynchronous schedules that are allowed in addition. With one stage per device they
+            need no less than 1F1B, which must be allowed.
     """
     key = tuple(more_schedules)
     if key not in problem.proofs:
@@ -105,7 +106,7 @@ def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
 
 
 def _rules_out_all(problem: Problem, more_schedules: Sequence[str]) -> bool:
-    """Return whether memory rules out all plans, those of fewest parts first."""
+    """Return whether memory excludes all plans, checking those of fewest parts first."""
     room, space = list_rooms(problem)[-1].bytes, problem.space
     if room == inf or problem.allowed_schedules != problem.schedules:
         return False
@@ -120,20 +121,22 @@ def _rules_out_all(problem: Problem, more_schedules: Sequence[str]) -> bool:
         return False
     counts = range(2, problem.usable_gpus + 1)
     stage_counts = [number for number in counts if least_on_stages(problem, number) <= room]
-    return parts_are_ruled_out(problem, stage_counts, room * (1 + 1e-9))  # what fits to the byte stays
+    return parts_are_ruled_out(
+        problem, stage_counts, room * (1 + 1e-9)
+    )  # rounding must not exclude a plan that fits to the byte
 
 
 def leaves_plans_out(problem: Problem) -> bool:
-    """Return whether not all cuts, or not all numbers of replicas, are tried."""
+    """Return whether some cuts or numbers of replicas are not tried."""
     return problem.space.is_long or bool(problem.space.zero and problem.usable_gpus > FEW)
 
 
 def fitting_plans(problem: Problem) -> Iterator[Proposal]:
-    """List a plan on few devices for each number of micro-batches and replicas with which one fits.
+    """Yield a plan on few devices for each number of micro-batches and replicas with which one fits.
 
     It may not fit under schedules that are not counted exactly, or with three or more sizes of memory.
     """
-    rooms = list_rooms(problem)[-2:]  # smaller devices are taken for the smaller of these two
+    rooms = list_rooms(problem)[-2:]  # smaller devices count as the smaller of these two
     plans = (pipelines.find(rooms) for pipelines in list_pipelines(problem))
     yield from (plan.proposal for plan in plans if plan is not None)
 
@@ -141,15 +144,17 @@ def fitting_plans(problem: Problem) -> Iterator[Proposal]:
 def fewest_devices(problem: Problem) -> float:
     """Return the fewest devices of a plan known to fit into the smallest device; inf if none is known.
 
-    Only plans with the smallest micro-batches, or the fewest samples on a replica, are tried. They rarely
-    need more memory than others.
+    Only plans with the smallest micro-batches, or the fewest samples per replica, are tried. They rarely need
+    more memory than others.
     """
-    room, fewest, every = list_rooms(problem)[0].bytes, inf, list_pipelines(problem)
+    room, fewest, all_pipelines = list_rooms(problem)[0].bytes, inf, list_pipelines(problem)
     if problem.options.use_all and problem.usable_gpus > MOST_USED:
         return inf
-    least = min((pipelines.share(count) for pipelines in every for count in pipelines.counts), default=0)
-    for pipelines in every:
-        is_smallest = pipelines.config.micro_batch_size == every[0].config.micro_batch_size
+    least = min(
+        (pipelines.share(count) for pipelines in all_pipelines for count in pipelines.counts), default=0
+    )
+    for pipelines in all_pipelines:
+        is_smallest = pipelines.config.micro_batch_size == all_pipelines[0].config.micro_batch_size
         counts = [count for count in pipelines.counts if is_smallest or pipelines.share(count) == least]
         plan = replace(pipelines, counts=counts).find([Room(room, problem.usable_gpus)]) if counts else None
         used = inf if plan is None else sum(plan.proposal.replicas)
@@ -163,13 +168,13 @@ def find_smallest_plan(problem: Problem, in_flight: float | None = None) -> Smal
     """Find the plan whose fullest device needs the least memory.
 
     Args:
-        problem: The plans that are allowed. Schedules with several parts of the layers on a device are left
-            out, and so are most cuts of a long chain.
-        in_flight: Micro-batches that every stage holds, as a synthesized order may; None: as the schedule
-            asks.
+        problem: The allowed plans. Schedules with several parts of the layers per device are left out, and so
+            are most cuts of a long chain.
+        in_flight: Micro-batches that every stage holds, as in a synthesized order. None for those of the
+            schedule.
 
     Returns:
-        The plan, or None where the options allow none whatever the memory.
+        The plan; None if the options allow none regardless of memory.
     """
     best: SmallestPlan | None = None
     for pipelines in list_pipelines(problem, in_flight):
@@ -188,9 +193,9 @@ def find_smallest_plan(problem: Problem, in_flight: float | None = None) -> Smal
 
 
 def fullest_bytes(space: Space, proposal: Proposal) -> float:
-    """Return the bytes of the fullest device, counted by action; inf if the schedule does not run.
+    """Return the bytes of the fullest device, counted action by action; inf if the schedule does not run.
 
-    Each device recomputes as it needs the least.
+    Each device uses the recomputation with which it needs the least.
     """
     try:
         assembly = assemble(space, proposal, ["never"] * len(proposal.ends))
@@ -202,13 +207,13 @@ def fullest_bytes(space: Space, proposal: Proposal) -> float:
 
 
 def list_rooms(problem: Problem) -> list[Room]:
-    """Return what devices have room for, each once, ascending; inf where the memory is unknown."""
+    """Return the distinct amounts of memory of the devices, ascending; inf if the memory is unknown."""
     rooms, counts = np.unique(_room_by_rank(problem), return_counts=True)
     return [Room(float(room), int(count)) for room, count in zip(rooms, counts, strict=True)]
 
 
 def _room_by_rank(problem: Problem) -> Floats:
-    """(devices,): their limits, as if every device had the context of the kind with the largest."""
+    """Return (devices,) memory limits, as if every device had the largest context of all kinds."""
     space, rooms = problem.space, list[float]()
     largest = _ledger_options(space)["context_bytes"]
     for group in problem.topology.groups:
@@ -223,9 +228,9 @@ def _ledger_options(space: Space) -> LedgerOptions:
 
 
 def least_on_stages(problem: Problem, stages: int) -> float:
-    """Least bytes of the fullest device if the states of all layers are on so many stages.
+    """Return the least bytes of the fullest device if `stages` stages hold the states of all layers.
 
-    Replicas of a stage share its states under ZeRO.
+    Under ZeRO, the replicas of a stage share its states.
     """
     space, table = problem.space, problem.space.table(problem.space.chain.sizes[0])
     devices = problem.usable_gpus if space.zero else min(problem.usable_gpus, stages)
@@ -237,12 +242,12 @@ def least_on_stages(problem: Problem, stages: int) -> float:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageMemory(ReplicaMemory):
-    """The bytes of all stages, kept for every limit."""
+    """Bytes of all stages, cached for every limit."""
 
     cache: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
-        """What each stage needs on one replica; of `FIRST_LAYERS` (repeats,)."""
+        """Return the bytes that each stage needs on one replica; (repeats,) for `FIRST_LAYERS`."""
         key = recompute, 1 if moment == "step" else in_flight, moment  # then nothing is in flight
         if key not in self.cache:
             if recompute == FIRST_LAYERS:
@@ -253,7 +258,10 @@ class StageMemory(ReplicaMemory):
         return self.cache[key]
 
     def most_in_flight(self, recompute: Recompute) -> Floats:
-        """How many micro-batches each stage has room for; `FIRST_LAYERS`: if it recomputes first blocks."""
+        """Return the micro-batches that each stage has room for.
+
+        With recomputed first blocks for `FIRST_LAYERS`.
+        """
         most = super().most_in_flight(recompute)
         if recompute != FIRST_LAYERS or self.limit == inf:
             return most
@@ -266,8 +274,7 @@ class StageMemory(ReplicaMemory):
 
 @lru_cache(maxsize=8)
 def _repeats(cut_points: int) -> tuple[Indices, Indices, Indices, Indices]:
-    """Start and end of every stage, and every cut point inside it up to which it may run forward again; the
-    place of the first of each stage."""
+    """Return start, end and every recompute end inside of every stage, and the first row of each stage."""
     start, end = np.triu_indices(cut_points, 2)
     inside = end - start - 1
     first = np.cumsum(inside) - inside
@@ -277,13 +284,13 @@ def _repeats(cut_points: int) -> tuple[Indices, Indices, Indices, Indices]:
 
 @lru_cache(maxsize=8)
 def _memories(space: Space) -> dict[tuple[int, int, float], StageMemory]:  # noqa: ARG001 - one for each space
-    """The bytes of stages that were computed for a space, by `Pipelines._key`."""
+    """Return the cache of stage bytes of a space, by `Pipelines._key`."""
     return {}
 
 
 @lru_cache(maxsize=8)
 def _thin_cuts(space: Space) -> Space:
-    """The space with at most about `MOST_CUTS` cuts."""
+    """Return the space with at most about `MOST_CUTS` cuts."""
     if not space.is_long:
         return space
     cuts = np.flatnonzero(space.chain.cut_after) + 1
@@ -293,10 +300,14 @@ def _thin_cuts(space: Space) -> Space:
 
 
 def list_pipelines(problem: Problem, in_flight: float | None = None) -> list[Pipelines]:
-    """List the pipelines of one stage a device, those first that tend to need the least memory.
+    """Return the pipelines of one stage per device, those that tend to need the least memory first.
 
-    Among configurations that differ in the schedule alone, the one with the fewest micro-batches in flight
-    needs the least.
+    Of configurations that differ only in the schedule, the one with the fewest micro-batches in flight needs
+    the least.
+
+    Args:
+        problem: The allowed plans.
+        in_flight: See `find_smallest_plan`.
     """
     most_stages = min(problem.usable_gpus, problem.space.chain.max_stages)
     least = dict[tuple[object, ...], tuple[tuple[float, bool], PipelineConfig]]()
@@ -307,7 +318,7 @@ def list_pipelines(problem: Problem, in_flight: float | None = None) -> list[Pip
         total = sum(_in_flight(config, to_last) for to_last in range(1, most_stages + 1))
         rank = total, config.schedule not in EXACT_SCHEDULES
         key = config.recompute, config.micro_batch_size
-        least[key] = min(least.get(key, (rank, config)), (rank, config), key=lambda own: own[0])
+        least[key] = min(least.get(key, (rank, config)), (rank, config), key=lambda ranked: ranked[0])
     configs = sorted((config for _, config in least.values()), key=lambda config: config.micro_batch_size)
     return [
         Pipelines(problem, _thin_cuts(problem.space), config, counts, in_flight)
@@ -317,7 +328,7 @@ def list_pipelines(problem: Problem, in_flight: float | None = None) -> list[Pip
 
 
 def _in_flight(config: PipelineConfig, to_last: int) -> float:
-    """Fewest micro-batches that are in flight on a stage at some time, by the stages from it to the last."""
+    """Return a lower estimate of the most micro-batches in flight, `to_last` stages before the end."""
     schedule = find_schedule(config.schedule)
     is_lower = schedule.closed_in_flight is None or schedule.copies > 1
     if is_lower or (schedule.splits_backward and config.recompute != "never"):
@@ -326,14 +337,14 @@ def _in_flight(config: PipelineConfig, to_last: int) -> float:
 
 
 Option = tuple[int, Floats]
-"""Devices of a stage that are counted, and (cut points, cut points): those that are not, inf for none."""
+"""Counted devices of a stage, and a (cut points, cut points) table of the others, inf for no stage."""
 Shape = list[tuple[int, int, int, bool]]
-"""Cut points and replicas of the stages, and whether these are counted."""
+"""Cut points and replicas of the stages, and whether the replicas are counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """The pipelines of a configuration whose stages have these numbers of replicas, ascending."""
+    """Pipelines of one configuration whose stages have these numbers of replicas, ascending."""
 
     problem: Problem
     space: Space
@@ -342,24 +353,24 @@ class Pipelines:
     in_flight: float | None
 
     def share(self, count: int) -> int:
-        """Samples of a micro-batch on a replica."""
+        """Return the samples of a micro-batch on a replica."""
         return divide_batch(self.config.micro_batch_size, count)
 
     def find(self, rooms: Sequence[Room]) -> SmallestPlan | None:
         """Find the plan on the fewest devices, each stage within the room of its devices.
 
         Args:
-            rooms: One, or the smaller and the larger of two. The devices of all are those of the problem.
+            rooms: One, or the smaller and the larger of two. They cover all devices of the problem.
 
         Returns:
-            The plan on the first devices with least room; None where none fits.
+            The plan on the first devices with the least room; None if none fits.
         """
         if len(rooms) > 1 and ((plan := self.find(rooms[:1])) or self.find(rooms[1:]) is None):
             return plan
         usable = self.problem.usable_gpus
         uses_all = self.problem.options.use_all and usable <= MOST_USED and len(rooms) == 1
         counts = self.counts
-        if not uses_all:  # of replicas that need as much the fewest
+        if not uses_all:  # of numbers with equal needs, the fewest
             counts = sorted({self._key(count): count for count in reversed(counts)}.values())
         most = [np.stack([self._most_in_flight(count, room.bytes) for count in counts]) for room in rooms]
         width = usable if uses_all else rooms[1].devices if len(rooms) > 1 else 0
@@ -371,7 +382,7 @@ class Pipelines:
     def _find(
         self, most: Sequence[Floats], counts: Sequence[int], total: int | None, width: int, uses_all: bool
     ) -> Shape:
-        """Find cut points and replicas of the stages with the fewest devices; `total`: in so many stages."""
+        """Find cut points and replicas of the stages with the fewest devices, in `total` stages if given."""
         usable, points = self.problem.usable_gpus, most[0].shape[1]
         rows, options = [np.full((points, width + 1), inf)], list[list[Option]]()
         rows[0][-1, 0] = 0.0
@@ -399,23 +410,26 @@ class Pipelines:
     def _options(
         self, most: Sequence[Floats], counts: Sequence[int], to_last: int, total: int | None, uses_all: bool
     ) -> list[Option]:
-        """List what a stage that is so far from the end may take."""
+        """Return the devices that a stage this far from the end may take."""
         allowed = self.space.usable
         if total is not None:
             start, end = np.indices(allowed.shape).reshape(2, -1)
             allowed = allowed & self.space.may_be(total - to_last, start, end).reshape(allowed.shape)
-        fits = [(self._in_flight(to_last) <= one) & allowed for one in most]
+        fits = [(self._in_flight(to_last) <= mask) & allowed for mask in most]
         if uses_all:
             return [
                 (count, np.where(fitting, 0.0, inf)) for count, fitting in zip(counts, fits[0], strict=True)
             ]
         number = np.array(counts, dtype=float)
-        fewest = [np.where(one.any(axis=0), number[one.argmax(axis=0)], inf) for one in fits]
-        few = [] if len(fewest) == 1 else np.unique(fewest[1][fewest[1] < fewest[0]]).tolist()
-        return [(0, fewest[0]), *((int(count), np.where(fewest[1] == count, 0.0, inf)) for count in few)]
+        fewest = [np.where(mask.any(axis=0), number[mask.argmax(axis=0)], inf) for mask in fits]
+        larger_counts = [] if len(fewest) == 1 else np.unique(fewest[1][fewest[1] < fewest[0]]).tolist()
+        return [
+            (0, fewest[0]),
+            *((int(count), np.where(fewest[1] == count, 0.0, inf)) for count in larger_counts),
+        ]
 
     def _trace(self, rows: list[Floats], options: list[list[Option]], place: int) -> Shape:
-        """The stages of the last row's least."""
+        """Return the stages that attain the least of the last row."""
         shape, start = Shape(), 0
         for row, choices in reversed(list(zip(rows, options, strict=False))):
             sums = [(cost[start] + row[:, place - count], count) for count, cost in choices if count <= place]
@@ -435,24 +449,24 @@ class Pipelines:
         return range(1, int(min(limits)) + 1)
 
     def _most_in_flight(self, count: int, room: float) -> Floats:
-        """(cut points, cut points): how many micro-batches of each stage fit into `room` bytes."""
+        """Return the (cut points, cut points) micro-batches of each stage that fit into `room` bytes."""
         memory = replace(self._memory(count), limit=room)
         most: Floats = np.maximum.reduce([memory.most_in_flight(mode) for mode in self._modes])
         return most
 
     @property
     def _modes(self) -> list[Recompute]:
-        """Ways to recompute; `FIRST_LAYERS`: any number of the first blocks."""
+        """Recomputation modes; `FIRST_LAYERS` stands for any number of first blocks."""
         mode = self.config.recompute
         return [*stage_modes(self.config), *([mode] if mode in UNPROPOSED else [])]
 
     def _key(self, count: int) -> tuple[int, int, float]:
-        """What the memory of a stage depends on."""
+        """Return what the memory of a stage depends on."""
         ahead = 0 if self.space.mini_batch is None else self.space.mini_batch / self.config.micro_batch_size
         return self.share(count), count if self.space.zero else min(count, 2), ahead
 
     def _memory(self, count: int) -> StageMemory:
-        """The bytes of all stages on so many replicas."""
+        """Return the bytes of all stages on `count` replicas."""
         memories, key, space = _memories(self.space), self._key(count), self.space
         if key not in memories:
             memories[key] = StageMemory(
@@ -469,7 +483,7 @@ class Pipelines:
         return _in_flight(self.config, to_last) if self.in_flight is None else self.in_flight
 
     def _need(self, start: int, end: int, count: int, on_larger: bool, to_last: int) -> StageNeed:
-        """The memory of a stage with the recomputation that needs the least."""
+        """Return the memory of a stage with the recomputation that needs the least."""
         memory, in_flight, words = self._memory(count), self._in_flight(to_last), list[str]()
         table, points = memory.table, memory.table.cut_points
         for mode in self._modes:
@@ -489,7 +503,7 @@ class Pipelines:
         return min(needs, key=lambda need: need.memory_bytes)
 
     def _plan(self, shape: Shape, uses_all: bool) -> SmallestPlan:
-        """The plan of these stages on the first devices with least room."""
+        """Return the plan of these stages on the first devices with the least room."""
         stages = [
             self._need(start, end, count, is_counted and not uses_all, len(shape) - stage)
             for stage, (start, end, count, is_counted) in enumerate(shape)

@@ -1,7 +1,7 @@
-"""Tables of all stages that a chain can have: seconds and bytes of the layers between any two cut points.
+"""Tables of all stages of a chain: seconds and bytes of the layers between any two cut points.
 
 A *cut point* is where a stage may start or end: before the first layer, at every allowed cut, after the last
-layer. Number i stands before layer `cut_points[i]`; n + 1 of them make n blocks that no cut parts. Matrices
+layer. Number i lies before layer `cut_points[i]`; n + 1 of them make n blocks that no cut divides. Matrices
 have shape (n + 1, n + 1), entry [i, j] for the stage from cut point i to cut point j; only i < j is
 meaningful.
 """
@@ -43,14 +43,14 @@ Indices = npt.NDArray[np.int64]
 def sum_runs(values: Floats) -> Floats:
     """Sum every run of consecutive values.
 
-    Each sum is made from the values of its run alone. A difference of two running sums would lose the digits
-    of a small run behind large values.
+    Each sum is computed from the values of its run alone. A difference of two running sums would lose the
+    digits of a small run after large values.
 
     Args:
         values: (n,), not negative.
 
     Returns:
-        (n + 1, n + 1): entry [i, j] is the sum of `values[i:j]`, 0 where i >= j.
+        (n + 1, n + 1): entry [i, j] is the sum of `values[i:j]`, 0 for i >= j.
     """
     sums = np.zeros((len(values) + 1,) * 2)
     for start in range(len(values) - 1, -1, -1):
@@ -59,7 +59,7 @@ def sum_runs(values: Floats) -> Floats:
 
 
 def sum_within(values: Floats, cut_points: Sequence[int]) -> Floats:
-    """Sum up to each value from the cut point before it."""
+    """Return, for each value, the sum from the cut point before it up to the value itself."""
     sums = values.copy()
     for start, end in pairwise(cut_points):
         if end - start > 1:
@@ -68,22 +68,31 @@ def sum_within(values: Floats, cut_points: Sequence[int]) -> Floats:
 
 
 def fullest_kind(kinds: Iterable[Device]) -> Device:
-    """Of the kinds of a stage's replicas the one of which a process takes most before its first tensor: its
-    ledger is the largest."""
+    """Return the kind of device with the largest process context, and so the largest ledger."""
     contexts = {kind: device_context(kind.name) for kind in kinds}
-    return max(contexts, key=lambda kind: -1.0 if (own := contexts[kind]) is None else float(own.value))
+    return max(
+        contexts, key=lambda kind: -1.0 if (context := contexts[kind]) is None else float(context.value)
+    )
 
 
 def ledger_options(
     device: Device, dtype: str, precision: Precision | None = None, zero: int = 0
 ) -> LedgerOptions:
-    """What a device and the training add to every ledger: the context, where the device has a preset, the
-    bytes of a parameter (None: those that are usual for a profile in `dtype`) and the stage of ZeRO.
-    Raises UsageError for an unknown dtype."""
+    """Return what a device and the training add to every ledger: context, bytes of numbers, and ZeRO stage.
+
+    Args:
+        device: Kind of device. The context is 0 if it has no preset.
+        dtype: Data type of the profile.
+        precision: Bytes of numbers. None for those that are usual for the dtype.
+        zero: ZeRO stage.
+
+    Raises:
+        UsageError: The dtype is unknown.
+    """
     context = device_context(device.name)
     numbers = precision or training_precision(dtype).bytes
     if context is not None and numbers.kernels == "for-loop":
-        # A GPU planned for with a profile of a CPU.
+        # A profile of a CPU is used to plan a GPU.
         numbers = replace(numbers, kernels="foreach")
     return {
         "precision": numbers,
@@ -94,14 +103,23 @@ def ledger_options(
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """All stages of a chain at one micro-batch size of a replica."""
+    """All stages of a chain at one micro-batch size per replica."""
 
     costs: LayerCosts
     cut_points: tuple[int, ...]
 
     @classmethod
     def of(cls, chain: Chain, size: float, *, past_largest: bool = False) -> StageTable:
-        """The table of `chain` for micro-batches of `size` samples. Raises UsageError as `Chain.at` does."""
+        """Return the table of a chain for micro-batches of `size` samples.
+
+        Args:
+            chain: Costs of the layers.
+            size: Samples per replica.
+            past_largest: Whether costs may be extrapolated past the largest measured size.
+
+        Raises:
+            UsageError: The size has no costs, see `Chain.at`.
+        """
         return cls(chain.at(size, past_largest=past_largest), list_cut_points(chain))
 
     @property
@@ -111,11 +129,11 @@ class StageTable:
 
     @cached_property
     def valid(self) -> npt.NDArray[np.bool_]:
-        """Where i < j."""
+        """Mask of i < j."""
         return np.triu(np.ones((self.blocks + 1,) * 2, dtype=bool), 1)
 
     def stage_sums(self, values: Floats) -> Floats:
-        """The sum of a figure of the layers, shape (layers,), over each stage."""
+        """Return the sum of a (layers,) figure over each stage."""
         return sum_runs(np.add.reduceat(values, self.cut_points[:-1]))
 
     @cached_property
@@ -125,12 +143,12 @@ class StageTable:
 
     @cached_property
     def backward(self) -> Floats:
-        """Backward seconds, without any recomputation."""
+        """Backward seconds, without recomputation."""
         return self.stage_sums(self.costs.backward_seconds)
 
     @cached_property
     def accumulation(self) -> Floats:
-        """Of the backward seconds what the first micro-batch of a step does not take."""
+        """Backward seconds that the first micro-batch of a step saves, because it adds to no gradients."""
         return self.stage_sums(self.costs.accumulation)
 
     @cached_property
@@ -145,13 +163,13 @@ class StageTable:
 
     @cached_property
     def crossing(self) -> Floats:
-        """(n + 1,): bytes that cross a cut at each place, one way; 0 at both ends of the model."""
+        """(n + 1,) bytes that cross each cut point in one direction; 0 at both ends of the model."""
         inner = self.costs.output_bytes[np.array(self.cut_points[1:-1], dtype=int) - 1]
         return np.concatenate([[0.0], inner, [0.0]])
 
     @cached_property
     def stage_bytes(self) -> StageBytes:
-        """What the ledger of every stage is made from."""
+        """Inputs of the memory ledger of every stage."""
         costs = self.costs
         starts = np.array(self.cut_points[:-1], dtype=int)
         whole, copies = self._copied_bytes(trainable=False), self._copied_bytes(trainable=True)
@@ -172,8 +190,11 @@ class StageTable:
         )
 
     def _split_bytes(self) -> dict[str, Floats]:
-        """What a backward in two parts makes of them: the first stage's has one part in PyTorch, and only the
-        last stage's first part frees something."""
+        """Return the additional inputs for a backward in two parts.
+
+        In PyTorch the first stage's backward has one part, and only the last stage's first part frees
+        something.
+        """
         costs, ends = self.costs, np.array(self.cut_points[1:], dtype=int) - 1
         is_inner = (np.arange(self.blocks + 1) > 0).astype(np.float64)[:, None]
         output = np.append(0.0, costs.output_bytes[ends])
@@ -186,7 +207,7 @@ class StageTable:
         }
 
     def _working_bytes(self) -> dict[str, Floats]:
-        """What is on the device of a micro-batch at work where saved tensors go to the host."""
+        """Return the bytes of a micro-batch at work if saved tensors go to the host."""
         costs, starts = self.costs, np.array(self.cut_points[:-1])
         received = np.append(0.0, costs.output_bytes[:-1])
         loss = np.append(np.zeros(self.blocks), costs.loss_bytes)[None, :]
@@ -194,14 +215,14 @@ class StageTable:
         for name, more in (("working", 0.0), ("working_peak", costs.workspace_bytes)):
             further = received + costs.offloaded_bytes + more
             first = further.copy()
-            first[starts] -= received[starts]  # it counts as the stage's input
-            rows = (np.maximum.reduceat(own, starts) for own in (first, further))
+            first[starts] -= received[starts]  # counted as the stage's input
+            rows = (np.maximum.reduceat(values, starts) for values in (first, further))
             largest[name] = self._running(*rows)
         return largest
 
     @cached_property
     def _largest_parameter(self) -> Floats:
-        """Of each stage, copies of tied weights included."""
+        """Largest parameter of each stage in bytes, copies of tied weights included."""
         largest = self._largest(self.costs.largest_bytes)
         for weight in self.costs.tied:
             alone = copy_bytes([(weight.trainable_bytes, weight.layers)], self.cut_points)
@@ -209,27 +230,33 @@ class StageTable:
         return largest
 
     def _copied_bytes(self, *, trainable: bool) -> Floats | float:
-        """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
-        tied = [(own.trainable_bytes if trainable else own.bytes, own.layers) for own in self.costs.tied]
+        """Return the bytes of weights of each stage that an earlier stage has, too.
+
+        Only trained ones if `trainable`.
+        """
+        tied = [
+            (weight.trainable_bytes if trainable else weight.bytes, weight.layers)
+            for weight in self.costs.tied
+        ]
         return copy_bytes(tied, self.cut_points) if tied else 0.0
 
     @property
     def _copied_buffers(self) -> Floats | float:
-        shared = [(own.bytes, own.layers) for own in self.costs.shared_buffers]
+        """Bytes of buffers of each stage that an earlier stage has, too."""
+        shared = [(buffer.bytes, buffer.layers) for buffer in self.costs.shared_buffers]
         return copy_bytes(shared, self.cut_points) if shared else 0.0
 
     def reduced_bytes(self, zero: int) -> Floats:
-        """Trainable bytes whose gradients the replicas of each stage add up among themselves."""
+        """Return the trainable bytes whose gradients the replicas of each stage reduce among themselves."""
         stages = self.stage_bytes
         return np.asarray(stages.trainable if zero else stages.trainable - stages.copies)
 
     @cached_property
     def _workspace(self) -> Floats:
-        """What each stage needs at its peak besides all that its layers save.
+        """Bytes that each stage needs at its peak in addition to all that its layers save.
 
         While a layer runs, the micro-batch at work holds what the layers up to it save, and its workspace.
-
-        The peak of a stage is the largest over its blocks of what earlier blocks save plus the block's peak.
+        The peak of a stage is the maximum over its blocks of what earlier blocks save plus the block's peak.
         """
         costs, saved = self.costs, self.stage_sums(self.costs.saved_bytes)
         at_work = sum_within(costs.saved_bytes, self.cut_points) + costs.workspace_bytes
@@ -239,14 +266,16 @@ class StageTable:
         return np.maximum(np.maximum.accumulate(largest, axis=1) - saved, 0.0) * self.valid
 
     def _largest(self, values: Floats) -> Floats:
-        """The largest of each stage's layers."""
+        """Return the largest (layers,) value of each stage's layers."""
         blocks = np.maximum.reduceat(values, self.cut_points[:-1])
         return self._running(blocks, blocks)
 
     @cached_property
     def _gathered_bytes(self) -> Floats:
-        """The parameters of two layers in a row at most: of the one at work and of the one that is fetched
-        meanwhile. Each layer counts with the one before it, a stage's first alone."""
+        """Largest parameter bytes of two consecutive layers: the one at work and the one being gathered.
+
+        Each layer counts with the previous one, and a stage's first layer alone.
+        """
         parameters, starts = self.costs.parameter_bytes, np.array(self.cut_points[:-1])
         pairs = parameters + np.append(0.0, parameters[:-1])
         within = pairs.copy()
@@ -254,7 +283,7 @@ class StageTable:
         return self._running(np.maximum.reduceat(within, starts), np.maximum.reduceat(pairs, starts))
 
     def _running(self, first: Floats, further: Floats) -> Floats:
-        """The largest of each stage's blocks, given by block as the first of a stage and as a further one."""
+        """Return the largest of each stage's blocks: `first` of its first block, `further` of the rest."""
         largest = np.zeros((self.blocks + 1,) * 2)
         for start in range(self.blocks):
             blocks = np.append(first[start], further[start + 1 :])
@@ -269,7 +298,15 @@ class StageTable:
         replicas: int = 1,
         **options: Unpack[LedgerOptions],
     ) -> Floats:
-        """Bytes that each stage needs. Arguments as of `ledger`."""
+        """Return the bytes that each stage needs.
+
+        Args:
+            in_flight: Micro-batches in flight.
+            recompute: Recomputation mode.
+            optimizer: Name of the optimizer.
+            replicas: Number of replicas.
+            **options: Options of the ledger, see `ledger`.
+        """
         terms = ledger(
             StageBytes(**self.tables(options.get("zero", 0))),
             in_flight=in_flight,
@@ -291,8 +328,19 @@ class StageTable:
         recompute_end: Indices | None = None,
         **options: Unpack[LedgerOptions],
     ) -> Floats:
-        """(pairs,): bytes that some stages need. `again`: they run the layers up to these cut points, inside
-        them, again; then `recompute` is "always". Other arguments as of `ledger`."""
+        """Return the (pairs,) bytes that some stages need.
+
+        Args:
+            start: (pairs,) cut points where the stages begin.
+            end: (pairs,) cut points where they end.
+            in_flight: Micro-batches in flight.
+            recompute: Recomputation mode.
+            optimizer: Name of the optimizer.
+            replicas: Number of replicas.
+            recompute_end: (pairs,) cut points inside the stages up to which they recompute; `recompute` is
+                then "always". None if they recompute as the mode says.
+            **options: Options of the ledger, see `ledger`.
+        """
         zero = options.get("zero", 0)
         stages = self._stages(start, end, zero)
         if recompute_end is not None:
@@ -309,10 +357,10 @@ class StageTable:
         return np.broadcast_to(total(terms), start.shape)
 
     def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
-        """The bytes of some stages, each of shape (pairs,)."""
+        """Return the bytes of some stages, each of shape (pairs,)."""
         places = start * (self.blocks + 1) + end
-        own: dict[str, Any] = {name: amounts.take(places) for name, amounts in self.tables(zero).items()}
-        return StageBytes(**own)
+        by_name: dict[str, Any] = {name: amounts.take(places) for name, amounts in self.tables(zero).items()}
+        return StageBytes(**by_name)
 
     def stage_ledger(
         self,
@@ -324,7 +372,17 @@ class StageTable:
         replicas: int = 1,
         **options: Unpack[LedgerOptions],
     ) -> dict[str, int]:
-        """The ledger of one stage in whole bytes. Arguments as of `ledger`."""
+        """Return the ledger of one stage in whole bytes.
+
+        Args:
+            i: Cut point where it begins.
+            j: Cut point where it ends.
+            in_flight: Micro-batches in flight.
+            recompute: Recomputation mode.
+            optimizer: Name of the optimizer.
+            replicas: Number of replicas.
+            **options: Options of the ledger, see `ledger`.
+        """
         terms = ledger(
             self.bytes_between(i, j, zero=options.get("zero", 0), recompute=recompute),
             in_flight=in_flight,
@@ -336,9 +394,19 @@ class StageTable:
         return round_ledger({name: float(amount) for name, amount in terms.items()})
 
     def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
-        """What the ledger of one stage is made from that recomputes by such a word."""
-        own: dict[str, Any] = {name: float(amounts[i, j]) for name, amounts in self.tables(zero).items()}
-        stage, first = StageBytes(**own), count_first_layers(recompute)
+        """Return the inputs of the ledger of one stage with a recomputation mode.
+
+        Args:
+            i: Cut point where it begins.
+            j: Cut point where it ends.
+            zero: ZeRO stage.
+            recompute: Recomputation mode.
+
+        Raises:
+            UsageError: The mode recomputes more layers than the stage has.
+        """
+        by_name: dict[str, Any] = {name: float(amounts[i, j]) for name, amounts in self.tables(zero).items()}
+        stage, first = StageBytes(**by_name), count_first_layers(recompute)
         if first is None:
             return stage
         start, end = self.cut_points[i], self.cut_points[j]
@@ -346,7 +414,7 @@ class StageTable:
         if not start < middle < end:
             raise UsageError(
                 f"recompute={recompute!r}: its stage has {format_count(end - start, 'layer')}",
-                "Let it run fewer layers again than the stage has, and at least one.",
+                "Recompute at least one layer, and fewer than the stage has.",
             )
         cuts = sorted({0, start, middle, end, self.cut_points[-1]})
         parts, place = StageTable(self.costs, tuple(cuts)), cuts.index(middle)
@@ -354,40 +422,51 @@ class StageTable:
         return recompute_first(stage, repeated, rest)
 
     def first_sum(self, name: str, i: int, j: int, first: int) -> float:
-        """The `forward` or `forward_launch` seconds of so many first layers of a stage."""
+        """Return the `forward` or `forward_launch` seconds of the first `first` layers of a stage."""
         costs = self.costs
         seconds = costs.forward_seconds if name == "forward" else costs.forward_host_seconds
         return float(seconds[self.cut_points[i] : min(self.cut_points[i] + first, self.cut_points[j])].sum())
 
     def tables(self, zero: int) -> dict[str, Floats]:
-        """`stage_bytes` by name, with what ZeRO has whole at a time where that stage spreads layers."""
+        """Return `stage_bytes` by name, with what ZeRO holds whole at a time if it shards layers."""
         return self._of_all_stages if zero < 2 else self._of_all_stages | {"gathered": self._gathered_bytes}
 
     @cached_property
     def _of_all_stages(self) -> dict[str, Floats]:
         """`stage_bytes` by name, each of the shape of `valid`."""
-        own = vars(self.stage_bytes).items()
-        return {name: np.broadcast_to(amount, self.valid.shape) for name, amount in own if amount is not None}
+        amounts = vars(self.stage_bytes).items()
+        return {
+            name: np.broadcast_to(amount, self.valid.shape) for name, amount in amounts if amount is not None
+        }
 
 
 WEIGHT_SHARE = 0.5
-"""Of a layer's backward: the gradient of its weights takes as many operations as that of its input, in a
-matrix product or a convolution."""
+"""Share of the weight gradient in a layer's backward.
+
+In a matrix product or a convolution it takes as many operations as the input gradient.
+"""
 
 
 def part_seconds(costs: LayerCosts, part: str) -> Floats:
-    """(layers,): seconds of the `input`'s gradients, or the `weight`s', of every layer: measured, else a
-    share of the whole backward's."""
-    own = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
-    if own is None:
+    """Return the (layers,) seconds of the `input` or `weight` gradients of every layer.
+
+    They are measured, else a share of the whole backward.
+    """
+    seconds = costs.backward_input_seconds if part == "input" else costs.backward_weight_seconds
+    if seconds is None:
         share = np.where(costs.trainable_bytes > 0, WEIGHT_SHARE, 0.0)
-        own = costs.backward_seconds * (share if part == "weight" else 1 - share)
-    return own
+        seconds = costs.backward_seconds * (share if part == "weight" else 1 - share)
+    return seconds
 
 
 def least_backward(costs: LayerCosts, first_share: float, *, splits: bool) -> Floats:
-    """(layers,): backward seconds as of `LayerCosts.mean_backward`; with `splits` whole or in two parts, the
-    cheaper."""
+    """Return the (layers,) least backward seconds, whole or (if `splits`) in two parts.
+
+    Args:
+        costs: Costs of the layers.
+        first_share: Share of the backwards that are the first of a step, see `LayerCosts.mean_backward`.
+        splits: Whether a backward may be two actions.
+    """
     whole = costs.mean_backward(first_share)
     if not splits:
         return whole
@@ -397,6 +476,13 @@ def least_backward(costs: LayerCosts, first_share: float, *, splits: bool) -> Fl
 
 
 def layer_work(costs: LayerCosts, first_share: float, *, recompute: bool, splits: bool) -> Floats:
-    """(layers,): seconds of a forward, twice with `recompute`, and a backward as of `least_backward`."""
+    """Return the (layers,) seconds of a forward (twice if `recompute`) and the least backward.
+
+    Args:
+        costs: Costs of the layers.
+        first_share: See `least_backward`.
+        recompute: Whether the forward runs twice.
+        splits: See `least_backward`.
+    """
     forward = (1 + recompute) * costs.forward_seconds
     return forward + least_backward(costs, first_share, splits=splits)

@@ -1,25 +1,25 @@
-"""A lower bound on the step of every plan of any schedule, on any devices in any order.
+"""Lower bound on the step of every plan of any schedule, on any devices in any order.
 
-It uses what the orders of all synchronous schedules have in common. Symbols, for M micro-batches; each is the
-least that any device and number of replicas gives:
+It uses what the orders of all synchronous schedules share. Symbols, for M micro-batches; each is the least
+over all devices and numbers of replicas:
 
     f, b, w    seconds of a micro-batch in a layer: forward, backward, all work on r devices. b is that of the
-               input alone if the weights' gradient is an action of its own
-    lead       f of all layers before
-    trail      b of all layers before
+               input gradient alone if weight gradients are separate actions
+    lead       sum of f over all earlier layers
+    trail      sum of b over all earlier layers
 
 Bounds without the cuts (`PlanSet.simple`), with M shared by the copies of a layer:
 
-    M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
+    M x sum of r w / capacity    all the work, shared by all devices in proportion to their speed
     sum of f + b                 one micro-batch, through all layers and back
     M x that                     `naive`, which has one micro-batch at a time
     lead + M w                   a layer: its first action is an F that came through the layers before it
     lead + M (f + b) + trail     a layer: its last B goes back through the layers before it
 
-The first backward on each copy of a stage's weights adds to no gradients and takes less: the work counts what
-it takes on average over the micro-batches, and one micro-batch's path is the first's. In a straight pipeline
-with whole backwards it is any other's: if a B on the way back is the first of its stage, another follows
-there, and goes the same way.
+The first backward on each copy of a stage's weights adds to no gradients and takes less. So the work counts
+the average over the micro-batches, and one micro-batch's path counts that of the first. In a straight
+pipeline with whole backwards, the path counts the usual backward: if a B on the path is the first of its
+stage, another micro-batch follows there and takes the same path.
 
 Schedules with one stage a device have the bound of `search.bound` too, which respects memory.
 """
@@ -46,11 +46,11 @@ from .stage_table import Floats, layer_work, part_seconds
 STRAIGHT = frozenset({"gpipe", "1f1b", "dapple"})
 """Schedules with one stage a device and whole backwards."""
 STRAIGHT_SPLIT = frozenset({"zb-h1", "zb-h2"})
-"""The same, where weight gradients may wait."""
+"""Schedules with one stage a device, in which weight gradients may be delayed."""
 SLICED = frozenset({"autopipe"})
-"""Schedules whose first micro-batch goes through in halves."""
+"""Schedules whose first micro-batch passes in two halves."""
 UNKNOWN = ""
-"""A schedule of which nothing is known."""
+"""A schedule about which nothing is assumed."""
 WORK = 1e9
 """Counted work of the bound on pipelines with one stage a device (`SearchBudget`)."""
 
@@ -58,13 +58,15 @@ WORK = 1e9
 def universal_bound(
     problem: Problem, schedules: Iterable[str], step: float = inf, devices: Sequence[int] | None = None
 ) -> float:
-    """Bound the step of all plans of some schedules, with the problem's micro-batches, limits and runtime.
+    """Return a bound on the step of all plans of some schedules.
+
+    The plans have the problem's micro-batches, limits and runtime.
 
     Args:
         problem: The problem.
         schedules: Names of schedules.
         step: The bound is not refined above it.
-        devices: Ranks that a plan may use, by default all.
+        devices: Ranks that a plan may use. Defaults to all.
 
     Returns:
         Seconds; inf if there is no plan.
@@ -92,7 +94,7 @@ def _simple_bound(problem: Problem, schedule: str, devices: Sequence[int] | None
 def _pipeline_bound(
     problem: Problem, schedules: Sequence[str], limit: float, devices: Sequence[int] | None
 ) -> float:
-    """Bound the step of the plans below `limit` seconds with one stage a device, on any of these devices."""
+    """Return a bound on plans below `limit` seconds with one stage a device, on any of these devices."""
     ranks = tuple(range(problem.usable_gpus) if devices is None else devices)
     anywhere = Placement(ANY, ranks, (len(ranks),) * len(ranks))
     families = [
@@ -106,26 +108,26 @@ def _pipeline_bound(
 
 
 def work_bound(problem: Problem) -> float:
-    """Bound the seconds between two steps of any schedule, even one that is never flushed.
+    """Return a bound on the seconds between two steps of any schedule, synchronous or not.
 
-    It is the work, as cheap as any number of replicas makes each layer, shared by all devices.
+    It is the work, with the number of replicas that makes each layer cheapest, shared by all devices.
     """
     return min((plan_set.ideal_seconds for plan_set in _plan_sets(problem, UNKNOWN)), default=inf)
 
 
 def _plan_sets(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[PlanSet]:
-    """List plans by micro-batch size, and by the numbers of replicas that stages may have together."""
+    """Yield plans by micro-batch size, and by the numbers of replicas that stages may have together."""
     configs = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in configs}
     ranks = range(problem.usable_gpus) if devices is None else devices
     for config in distinct.values():
-        for every in problem.replica_choices(config.micro_batch_size):
-            if counts := tuple(count for count in every if count <= len(ranks)):
+        for allowed in problem.replica_choices(config.micro_batch_size):
+            if counts := tuple(count for count in allowed if count <= len(ranks)):
                 yield PlanSet(problem.space, schedule, config, ranks, counts)
 
 
 def _modes(schedule: str, config: PipelineConfig) -> str:
-    """How the stages of this schedule may recompute: always, never, first_layers, offload, or any way."""
+    """Return how the stages of this schedule may recompute: always, never, first_layers, offload, or any."""
     mode = config.recompute
     return (
         mode if mode in ("always", *UNPROPOSED) or (mode, config.schedule) == ("never", schedule) else "any"
@@ -134,8 +136,15 @@ def _modes(schedule: str, config: PipelineConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PlanSet:
-    """Plans that are bounded together: of a schedule, with the micro-batches of a configuration, on devices
-    of these `ranks`, whose stages have these numbers of replicas."""
+    """Plans that share a bound: a schedule, the micro-batches of a configuration, devices and replicas.
+
+    Attributes:
+        space: Costs and limits.
+        schedule: Name of the schedule.
+        config: Configuration, for its micro-batches.
+        ranks: Devices.
+        counts: Numbers of replicas that stages may have.
+    """
 
     space: Space
     schedule: str
@@ -155,7 +164,7 @@ class PlanSet:
 
     @property
     def first_share(self) -> float:
-        """Share of a micro-batch that is first on its way."""
+        """Share of a micro-batch that passes first."""
         return 0.5 if self.schedule in SLICED else 1.0
 
     @property
@@ -170,7 +179,7 @@ class PlanSet:
 
     @cached_property
     def layers(self) -> list[tuple[Floats, Floats, Floats]]:
-        """By number of replicas, (layers,) each: f, b and w."""
+        """By number of replicas, the (layers,) figures f, b and w."""
         return [self._layers(divide_batch(self.config.micro_batch_size, count)) for count in self.counts]
 
     def _layers(self, batch: int) -> tuple[Floats, Floats, Floats]:
@@ -188,12 +197,12 @@ class PlanSet:
         return min(1.0, self.copies / self.config.micro_batches)
 
     def _work(self, costs: LayerCosts) -> Floats:
-        """(layers,): all seconds of every layer on a kind of device, before its scale."""
+        """Return the (layers,) seconds of all work on a kind of device, before its scale."""
         return layer_work(costs, self._first_backwards, recompute=self.recompute, splits=self.splits)
 
     @cached_property
     def simple(self) -> float:
-        """The bounds that need no partition."""
+        """The bounds that need no partition, in seconds."""
         if not self.counts:
             return inf
         path = float(np.min([forward + back for forward, back, _ in self.layers], axis=0).sum())
@@ -202,17 +211,17 @@ class PlanSet:
 
     @property
     def _longest_layer(self) -> float:
-        """Bound by every layer with what comes before it, and after its last B."""
+        """Bound in seconds by every layer with what comes before it, and after its last B."""
         forward, back, work = (np.min(figures, axis=0) for figures in zip(*self.layers, strict=True))
-        each = self.config.micro_batches / self.copies
+        per_copy = self.config.micro_batches / self.copies
         lead = self.first_share * (np.cumsum(forward) - forward)
         trail = self.first_share * (np.cumsum(back) - back)
-        passes = lead + each * np.minimum(work, forward + back) + trail
-        return float(np.maximum(lead + each * work, passes).max())
+        passes = lead + per_copy * np.minimum(work, forward + back) + trail
+        return float(np.maximum(lead + per_copy * work, passes).max())
 
     @cached_property
     def ideal_seconds(self) -> float:
-        """The work of all micro-batches, shared by all devices."""
+        """Work of all micro-batches in seconds, shared by all devices."""
         if not self.counts:
             return inf
         works = [count * work for count, (_, _, work) in zip(self.counts, self.layers, strict=True)]
@@ -220,7 +229,7 @@ class PlanSet:
 
     @cached_property
     def capacity(self) -> float:
-        """Number of devices, each counted by the seconds of the least work that it does in one."""
+        """Number of devices, each weighted by the least work that it does in one second."""
         batches = {divide_batch(self.config.micro_batch_size, count) for count in self.counts}
         works = {batch: self.space.least(batch, self._work) for batch in batches}
         total = 0.0
@@ -233,7 +242,10 @@ class PlanSet:
 
     @property
     def _launches(self) -> float:
-        """Bound by the host that launches most; a copy of a layer has its share of the micro-batches."""
+        """Bound in seconds by the host that launches most.
+
+        A copy of a layer has its share of the micro-batches.
+        """
         busiest, longest = self.space.least_launch_seconds(
             self.config.micro_batch_size, self.counts, len(self.ranks), recompute=self.recompute
         )
@@ -241,12 +253,12 @@ class PlanSet:
 
 
 def _input_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
-    """(layers,): a B that may leave the weights' gradient for later; the input's alone."""
+    """Return the (layers,) seconds of a B that may delay the weight gradient; the input gradient's alone."""
     input_seconds: Floats = np.minimum(part_seconds(costs, "input"), costs.mean_backward(1.0))
     return input_seconds + recompute * costs.forward_seconds
 
 
 def _largest_share(least: Floats, seconds: Floats) -> float:
-    """The largest share that the least work is of a device's seconds; 1 if there is no work."""
+    """Return the largest share of the least work in a device's seconds; 1 if there is no work."""
     positive = seconds > 0
     return float((least[positive] / seconds[positive]).max(initial=0.0)) or 1.0

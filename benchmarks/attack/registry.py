@@ -159,6 +159,7 @@ NOT_BOUNDS: dict[str, str] = {
     "explanation/compare.py:_row": "a gap to a bound that a plan's file or a search says",
     "objectives/solve_objective.py:solve_objective": "copies the figures of an answer into a plan",
     "plan_file.py:Plan.row": "figures of a plan, copied",
+    "weight_moves.py:assign_devices": "layers of stages, `bounds`",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",
     "explanation/compare.py:_proven_bound": "a bound that a plan's file says",
     "problem.py:Problem.any_count": "whether every number of replicas counts; attacked with many devices",

@@ -159,7 +159,7 @@ def search(
             _BranchAndBound(reduced, families, counts, budget, incumbent, None).run()
     step = inf if incumbent.best is None else incumbent.best.step_seconds
     if bound is not None and proven > step * (1 + 3 * TIE):
-        raise DefectError(f"a plan takes {step!r} s, less than its bound of {proven!r} s: {incumbent.best}")
+        raise DefectError(f"a plan of {step!r} s is below its bound of {proven!r} s: {incumbent.best}")
     proven = min(proven, step)
     root = min([step, *(quick_bound(space, family) for family in families)])
     exact = proven >= step * (1 - TIE)

@@ -237,7 +237,7 @@ _LEAST_PEAK, _LARGEST_PEAK = 0.3, 1.05
 
 def _offload_note(answer: DegreeAnswer) -> str:
     rate, stated = answer.costs.host_bandwidth or 0.0, answer.options.host_bandwidth is not None
-    source = "as given" if stated else "an assumption: 85 % of the GPU's own PCIe link, shared with none"
+    source = "as given" if stated else "an assumption: 85 % of the GPU's own PCIe link, not shared"
     return (
         f"offload is an estimate, of which nothing was measured: copies to the host and back run at "
         f"{rate / 1e9:.3g} GB/s each ({source}; `host_bandwidth` gives another), beside the computing, and "

@@ -226,7 +226,7 @@ def test_simulate_refuses_a_profile_of_other_layers(plan: Plan, profile: Profile
         ({"stages": "2"}, "stages='2': is not a whole number"),
         ({"stages": 99}, "stages=99: the allowed cuts make at most"),
         ({"micro_batches": 2.0}, "micro_batches=2.0: is not a whole number"),
-        ({"micro_batches": 7}, "micro_batches=7: a global batch of"),
+        ({"micro_batches": 7}, "micro_batches=7: does not divide the global batch of"),
         ({"virtual_stages": True}, "virtual_stages=True: is not a whole number"),
         ({"topology": 5}, "topology=5: is not a path"),
     ],

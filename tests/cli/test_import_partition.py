@@ -150,11 +150,11 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
         (("nothing.txt",), "nothing.txt: no such costs or partition file", ""),
         (("4,5", "--granularity", "fine"), "--granularity: 4,5 is a partition", "Omit it"),
         (("4,4",), "4,4: the balance adds up to 8 layers, the profile has 9", "--profile FILE"),
-        (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 devices", "--gpus 2"),
+        (("4,5", "--gpus", "1"), "--gpus 1: the partition needs 2 devices", "--gpus 2"),
         (("4,5", "--replicas", "0"), "--replicas 0: must be at least 1", ""),
         (("4,5", "--virtual-stages", "3"), "--virtual-stages 3: 4,5 has 2 stages", "divides"),
         (("4,5", "--schedule", "1f1bb"), "--schedule 1f1bb: not known", "1f1b"),
-        (("4,5", "--micro-batches", "3", "--mini-batch", "16"), "does not divide into so many", ""),
+        (("4,5", "--micro-batches", "3", "--mini-batch", "16"), "does not divide the global batch of 16", ""),
     ],
 )
 def test_refusals(run: Run, decoder_file: Path, arguments: tuple[str, ...], what: str, hint: str) -> None:
@@ -244,6 +244,6 @@ def test_too_few_gpus_for_layers_that_two_share(run: Run, here: Path) -> None:
     assert run("import", "costs.csv", "--tp", "2", "-o", "costs.profile.json").status == 0
     asked = ("import", "2,2", "--profile", "costs.profile.json", "--gpus")
     ran = run(*asked, "2", *MACHINE)
-    assert "--gpus 2: the partition takes 2 devices, which 2 GPUs share each" in ran.err
+    assert "--gpus 2: the partition needs 2 devices, which 2 GPUs share each" in ran.err
     assert "--gpus 4" in ran.err
     assert run(*asked, "4", *MACHINE).status == 0

@@ -432,7 +432,7 @@ def test_a_kind_of_device_with_a_profile_of_its_own(run: Run, here: Path, planne
     ("options", "what"),
     [
         ("--stages 12", "--stages 12: the allowed cuts make at most 11 parts"),
-        ("--micro-batches 5", "--micro-batches 5: a global batch of 32 does not divide into so many"),
+        ("--micro-batches 5", "--micro-batches 5: does not divide the global batch of 32"),
         ("--schedule chimera", "--stages 3: chimera needs an even number"),
         ("--bandwidth 3", "--bandwidth 3: the unit is missing"),
     ],

@@ -228,7 +228,7 @@ REFUSALS = [
     ),
     (
         "--planner one-gpu --use-all",
-        "--planner one-gpu: the options allow none of its plans: --use-all asks for 2 devices, and it uses 1",
+        "--planner one-gpu: the options allow none of its plans: --use-all requires 2 devices, but it uses 1",
         "Omit --planner: other plans fit.",
     ),
     (
@@ -243,7 +243,7 @@ REFUSALS = [
     ),
     (
         "--planner even --micro-batches 1 --mini-batch 2",
-        "--planner even: one replica needs size 2, and the profile measured 1",
+        "--planner even: one replica needs size 2, but the profile measured 1",
         "Omit --planner: other plans fit.",
     ),
 ]
@@ -266,7 +266,7 @@ def test_deepspeed_trains_every_stage(run: Run, here: Path) -> None:
     options = ("--gpus", "2", "--memory", "8GiB", "--mini-batch", "4", "--runtime", "deepspeed")
     ran = run("solve", *options, "--cut-after", "l0")
     assert ran.status == 3
-    assert "deepspeed: it trains every stage, and l0 has no weights that are trained" in ran.err
+    assert "deepspeed: it trains every stage, and l0 has no trainable weights" in ran.err
 
 
 def test_memory_that_would_fit_keeps_three_digits_and_is_enough(run: Run, here: Path) -> None:

@@ -183,7 +183,7 @@ def test_default_output_is_replaced_but_not_a_named_one(run: Run, here: Path, as
         ("--gpus 2 --latency soon", "--latency 'soon': not a duration"),
         ("--gpus 2 --time-limit 0s", "--time-limit 0s: must be above 0"),
         ("--gpus 2 --max-stages 0", "--max-stages 0: must be at least 1"),
-        ("--gpus 2 --pin features.0", "--pin features.0: is not a layer and its stage"),
+        ("--gpus 2 --pin features.0", "--pin features.0: is not of the form LAYER=stageN"),
         ("--gpus 2 --recompute except-last --schedule 1f1b", "--recompute except-last with --schedule 1f1b"),
     ],
 )

@@ -69,7 +69,7 @@ def test_what_is_said_of_versions_and_late_gradients(own: ScoredPlan, versions: 
     )
     assert f"by stage it keeps {versions}, and gradients are {late}" in first
     stages = len(own.proposal.ends) // own.config.virtual_stages
-    assert second.startswith("the step is what a further global batch takes in the steady state; filling ")
+    assert second.startswith("the step is the time of one more global batch in the steady state; filling ")
     assert f" {stages} stage{'s' * (stages > 1)} once" in second
 
 

@@ -28,11 +28,11 @@ def test_what_cannot_be_is_said_with_what_can(make_chain: MakeChain) -> None:
     with pytest.raises(UsageError) as none:
         BatchSizes(chain, 1, 1, 7, None).micro_batch_sizes  # noqa: B018  raises
     assert none.value.what == (
-        "mini_batch=7: no micro-batch size that the profile reaches makes it, in at most 16384 micro-batches "
+        "mini_batch=7: no measured micro-batch size divides it into at most 16384 micro-batches "
         "(measured sizes: 4)"
     )
     assert none.value.hint == "Use a multiple of 4, or measure more sizes with pplan profile."
     with pytest.raises(UsageError) as uneven:
         BatchSizes(chain, 1, 1, 12, 5).micro_batch_sizes  # noqa: B018  raises
-    assert uneven.value.what == "micro_batches=5: a global batch of 12 does not divide into so many"
+    assert uneven.value.what == "micro_batches=5: does not divide the global batch of 12"
     assert uneven.value.hint == "Use a divisor of 12: 1, 2, 3, 4, 6, 12."

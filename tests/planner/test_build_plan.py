@@ -275,9 +275,9 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     [
         ({"mini_batch": 0}, "mini_batch=0: must be at least 1"),
         ({"mini_batch": 64, "micro_batches": 0}, "micro_batches=0: must be at least 1"),
-        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: a global batch of 64 does not divide"),
+        ({"mini_batch": 64, "micro_batches": 5}, "micro_batches=5: does not divide the global batch of 64"),
         ({"mini_batch": 10**12}, "in at most 16384 micro-batches"),
-        ({"mini_batch": 10**12, "micro_batches": 7}, "does not divide into so many"),
+        ({"mini_batch": 10**12, "micro_batches": 7}, "micro_batches=7: does not divide"),
         (
             {"mini_batch": 2**20, "micro_batches": 2**20},
             "micro_batches=1048576: at most 16384 are simulated",
@@ -292,7 +292,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
             {"runtime": "deepspeed", "recompute": "except_last"},
             "does not run schedule='auto', recompute='except_last'",
         ),
-        ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "there is no such plan"),
+        ({"recompute": "except_last", "mini_batch": 4, "micro_batches": 1}, "needs 2 micro-batches or more"),
     ],
 )
 def test_impossible_wishes(
@@ -311,9 +311,7 @@ def test_more_gpus_than_layers(make_chain: MakeChain, make_topology: MakeTopolog
 
 
 def test_a_mini_batch_that_nothing_divides(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    with pytest.raises(
-        UsageError, match="mini_batch=12: no micro-batch size that the profile reaches makes it"
-    ):
+    with pytest.raises(UsageError, match="mini_batch=12: no measured micro-batch size divides it"):
         solved(make_chain(1, 5, sizes=(8,)), make_topology(2), mini_batch=12)
 
 

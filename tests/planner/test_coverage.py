@@ -139,7 +139,7 @@ class TestTheReadmesExample:
         assert rows
         for row in rows:
             assert not row.exact
-            assert row.reason == "a heuristic's proposal: schedule='any' searches such, too"
+            assert row.reason == "a heuristic's proposal: schedule='any' searches for better ones"
 
     def test_the_planner_of_interleaved_pipelines_may_be_asked(self) -> None:
         plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4, planner="interleaved")

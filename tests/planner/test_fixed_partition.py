@@ -120,12 +120,12 @@ def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_to
 
 def test_what_cannot_be(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 6, cuts=1.0), make_topology(2)
-    with pytest.raises(UsageError, match="gpus=2: the partition takes 3 devices"):
+    with pytest.raises(UsageError, match="gpus=2: the partition needs 3 devices"):
         plan_of(chain, topology, Partition("", (2, 4, 6)))
     forbidden = replace(chain, cut_after=np.array([True, False, True, True, True, False]))
     with pytest.raises(UsageError, match="stage 0 ends after layer 1, layer1, where the profile"):
         plan_of(forbidden, topology, Partition("", (2, 6)))
     with pytest.raises(UsageError, match="interleaved"):
         plan_of(chain, topology, Partition("", (1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
-    with pytest.raises(UsageError, match="4 replicas share micro-batches of 2, and one has no sample"):
+    with pytest.raises(UsageError, match="4 replicas share micro-batches of 2, so one has no sample"):
         plan_of(chain, make_topology(8), Partition("", (2, 6), 1, 4), micro_batches=8)

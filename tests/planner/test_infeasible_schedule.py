@@ -38,8 +38,8 @@ def test_too_few_layers_for_the_parts_of_a_schedule(
     error = refused(
         Problem(make_chain(3, 3, cuts=1.1), topology, PlanOptions(mini_batch=8, schedule=schedule))
     )
-    needs = "two devices need 4 blocks between cuts, and there are 3"
-    assert error.what == f"{schedule} has 2 parts of the layers on each device: {needs}"
+    needs = "two devices need 4 blocks between cuts; the model has 3"
+    assert error.what == f"{schedule} has 2 parts of the layers per device, so {needs}"
     also = " Memory is too small for that, too." if memory == 100 else ""
     assert error.hint == f"Use schedule='auto', or profile with granularity='fine' for more layers.{also}"
 

@@ -130,7 +130,7 @@ def test_it_is_lessened_where_nothing_fits_and_that_is_said() -> None:
 
 
 SENTENCE = re.compile(
-    r"at most 2 samples: with (\d+), extrapolated, these stages would take (\S+ m?s) a step"
+    r"at most 2 samples per micro-batch: with (\d+) \(extrapolated\) these stages would take (\S+ m?s) a step"
 )
 
 

@@ -130,7 +130,7 @@ def test_balanced_parts_of_other_schedules(problem: Callable[..., Problem]) -> N
 def test_pins_as_they_are_written() -> None:
     assert read_pins(["features.10=stage1", "a=b=2"], "pin") == (("features.10", 1), ("a=b", 2))
     for text in ("x", "x=", "=1", "x=stage", "x=-1", "x=" + "9" * 19):
-        with pytest.raises(UsageError, match="is not a layer and its stage"):
+        with pytest.raises(UsageError, match="is not of the form LAYER=stageN"):
             read_pins([text], "pin")
 
 

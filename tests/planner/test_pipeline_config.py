@@ -11,7 +11,8 @@ from pplan.planner.candidate import (
 def test_no_configuration_in_words() -> None:
     alone = make_config_error("gpipe", "except_last", None)
     assert alone.what == (
-        "schedule='gpipe', recompute='except_last' with 1 micro-batch: there is no such plan"
+        "schedule='gpipe', recompute='except_last' needs 2 micro-batches or more, "
+        "and the global batch makes 1"
     )
     runtime = find_runtime("torchgpipe")
     assert make_config_error("gpipe", "except_last", runtime).what == alone.what

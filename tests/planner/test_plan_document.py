@@ -95,11 +95,11 @@ def test_larger_micro_batches_are_named_where_they_are_faster(equal: Chain) -> N
         texts = larger_micro_batches(problem, best)
         assert bool(texts) == says
     assert re.match(
-        "the profile holds micro-batches of at most 2 samples: with (8|16), extrapolated, these stages would "
-        "take ",
+        r"the profile measured at most 2 samples per micro-batch: with (8|16) \(extrapolated\) these stages "
+        "would take ",
         texts[0],
     )
-    assert texts[0].endswith("x faster; `micro_batch_sizes` of pplan profile adds such sizes")
+    assert texts[0].endswith("x faster; profile with larger `micro_batch_sizes`")
     assert best is not None
     fixed = Problem(slow, line(2), PlanOptions(mini_batch=16, micro_batches=8))
     assert larger_micro_batches(fixed, best) == []
@@ -129,9 +129,9 @@ def test_what_is_taken_for_granted_is_said(equal: Chain) -> None:
         "micro-batch size 4 is past the largest measured (2): extrapolated"
     ]
     halves, pending, again = warnings(equal, "zb-h1", "always")
-    assert halves.startswith("the profile holds whole backwards: 50 % of a layer with weights is taken as")
-    assert pending.startswith("the profile does not say which gradients the first part of a backward leaves")
-    assert again.startswith("stages that recompute are charged one more forward a micro-batch")
+    assert halves.startswith("the profile measured whole backwards: 50 % of a layer with weights is assumed")
+    assert pending.startswith("the profile does not state which gradients the first part")
+    assert again.startswith("stages that recompute are charged one more forward per micro-batch")
     assert len(warnings(equal, "zb-h1")) == 2
     parts = replace(
         equal,

@@ -140,7 +140,7 @@ def test_a_runtime_that_does_not_run_the_schedule(make_chain: MakeChain, make_to
     assert other.timeline.costs.hosts == "each"
     assert other.notes == (
         "recompute always: except-last is for gpipe",
-        "torchgpipe does not run 1f1b: as if each stage had a process of its own",
+        "torchgpipe does not run 1f1b: simulated with one process per stage",
     )
 
 
@@ -157,7 +157,11 @@ def test_the_counter_peaks_at_the_ledger(chain: Chain, plan: Plan, make_topology
     ("overrides", "what", "hint"),
     [
         (Overrides(stages=13), "stages 13: the allowed cuts make at most", "fewer stages"),
-        (Overrides(micro_batches=5), "micro-batches 5: a global batch of 16", "1, 2, 4, 8, 16"),
+        (
+            Overrides(micro_batches=5),
+            "micro-batches 5: does not divide the global batch of 16",
+            "1, 2, 4, 8, 16",
+        ),
         (Overrides(micro_batches=2**15), "micro-batches 32768", "fewer"),
         (Overrides(schedule="chimera", stages=3), "stages 3: chimera", "2 or 4"),
         (Overrides(schedule="interleaved", micro_batches=2), "micro-batches 2: interleaved", "4"),
@@ -267,7 +271,7 @@ def test_replicas_that_cannot_stay_are_refused(chain: Chain, plan: Plan, make_to
     stages = [stage.model_copy(update={"devices": [n]}) for n, stage in enumerate(plan.stages)]
     stages[3] = stages[3].model_copy(update={"replicas": 2, "devices": [3, 4]})
     shared = plan.model_copy(update={"stages": stages})
-    with pytest.raises(UsageError, match="replicas \\(1-1-1-2\\) are those of its own stages"):
+    with pytest.raises(UsageError, match="replicas \\(1-1-1-2\\) do not apply to the new stages"):
         simulate_plan(shared, chain, make_topology(5), Overrides(schedule="zb-v"))
     wide = simulate_plan(plan, chain, make_topology(10), Overrides(stages=5, replicas=2))
     assert sorted(reduction.stages for reduction in wide.timeline.reductions) == [(n,) for n in range(5)]

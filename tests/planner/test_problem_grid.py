@@ -250,5 +250,5 @@ def _is_free(file: TextIO) -> bool:
 @pytest.mark.slow
 def test_a_process_of_this_machine_that_is_lost_is_said(shipped: Callable[..., Plan], tmp_path: Path) -> None:
     points = list_points({"gpus": [1, 2, 3, 4, 5, 6]})
-    with pytest.raises(MachineError, match="a process that solved points was lost"):
+    with pytest.raises(MachineError, match="a worker process was lost"):
         solve_points(partial(shipped, 1, str(tmp_path)), points, jobs=2)

@@ -240,6 +240,6 @@ def test_what_may_be_run(make_chain: MakeChain, make_topology: MakeTopology) -> 
     assert not possible(problem.space, proposal(3, 6, replicas=3))
     several = replace(CONFIG, schedule="interleaved", virtual_stages=2)
     assert make_program(proposal(1, 2, 3, 6, config=several)).devices == 2
-    with pytest.raises(UsageError, match="3 parts of the layers with 2 virtual stages a device"):
+    with pytest.raises(UsageError, match="3 parts of the layers do not divide by 2 virtual stages"):
         make_program(proposal(1, 2, 6, config=several))
     assert make_program(proposal(3, 6)).devices == 2

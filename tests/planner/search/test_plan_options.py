@@ -147,8 +147,8 @@ def test_runtimes_against_brute_force(
         ({"pins": (("layer3", -1),)}, "pins[0][1]=-1: must be at least 0", "a whole number"),
         (
             {"pins": (("layer1", 1), ("layer4", 0))},
-            "pins=('layer1', 1): layer4 comes behind it and is pinned to stage0",
-            "in their order",
+            "pins=('layer1', 1): the later layer layer4 is pinned to stage0",
+            "in order",
         ),
         ({"pins": (("layer1", 1), ("layer1", 0))}, "it is pinned to stage0, too", "Omit one"),
         ({"cut_after": ("layer6",)}, "cut_after='layer6': it is the last layer", "the model ends there"),
