@@ -1,1 +1,1 @@
-"""Where to cut the layers under any synchronous schedule: a search for its own costs, with a bound."""
+"""Cut search for any synchronous schedule under its own costs, with a bound."""

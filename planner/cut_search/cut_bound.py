@@ -1,13 +1,13 @@
-"""Paths through the actions of a schedule, which no step is shorter than, whatever the cuts.
+"""Paths through the actions of a schedule, which give lower bounds on the step for any cuts.
 
 A schedule fixes the order of every device's actions. So the step is no shorter than any path through its
-dependencies (on a device from an action to a later one, or along a transfer), with what follows the last
-backward of a part of its all-reduce; nor than all launches of a host. A path says how often it meets each
-figure of each part, and each cut. Its seconds are a sum over the parts of what each takes alone:
+dependencies (on a device from an action to a later one, or along a transfer), with the exposed all-reduce
+after the last backward of a part. It is also no shorter than all launches of a host. A path counts how often
+it meets each figure of each part, and each cut. Its seconds are a sum over the parts:
 
     step >= max over paths >= mean of paths >= least mean over all cuts
 
-The least over all cuts is a shortest way through the cut points, part by part.
+The least over all cuts is a shortest path through the cut points, part by part.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ EXPOSED = SECONDS.index("exposed")
 
 @dataclass(frozen=True, eq=False)
 class PathCounts:
-    """How often a path meets the figures of every slot (slots, 7) and each cut (2, parts - 1).
+    """How often a path meets the figures of every slot and each cut.
 
-    Figures are those of `SECONDS`, with a minus for what the first backward does not take. Of a cut there are
-    occupancy and latency.
+    Attributes:
+        actions: (slots, 7) counts of the figures in `SECONDS`, negative for accumulation that the first
+            backward saves.
+        transfers: (2, parts - 1) counts of occupancy and latency of each cut.
     """
 
     actions: Floats
@@ -39,14 +41,19 @@ class PathCounts:
 
     @property
     def key(self) -> bytes:
-        """Equal for equal paths."""
+        """Key that is equal for equal paths."""
         return self.actions.tobytes() + self.transfers.tobytes()
 
 
 def count_critical_path(program: Program, run: Run, after: Floats) -> PathCounts:
-    """Count the path of a simulated step that ends last.
+    """Count the critical path of a simulated step.
 
-    It ends with the last action, or `after` (slots,) seconds after the last backward of a slot.
+    It ends with the last action, or `after` seconds after the last backward of a slot.
+
+    Args:
+        program: Actions of all devices.
+        run: Simulated times of the actions.
+        after: (slots,) seconds.
     """
     order = resolve_order(program)
     end, arrival = run.end.tolist(), run.arrival.tolist()
@@ -67,9 +74,9 @@ def count_critical_path(program: Program, run: Run, after: Floats) -> PathCounts
 
 
 def device_paths(program: Program) -> list[PathCounts]:
-    """List two paths through the actions of each device, from the first micro-batch's way to the device on.
+    """Return two paths through the actions of each device, starting with the first micro-batch's path to it.
 
-    One goes through all of its actions. The other ends after its last B with the way of the gradient back
+    One goes through all of its actions. The other ends after its last B with the path of the gradient back
     through other devices.
     """
     order, paths = resolve_order(program), []
@@ -87,7 +94,14 @@ def device_paths(program: Program) -> list[PathCounts]:
 
 
 def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
-    """Count what each device's host launches; one process launches all forwards, and a device's backwards."""
+    """Count the launches of each device's host.
+
+    One process launches all forwards, and the backwards of one device.
+
+    Args:
+        program: Actions of all devices.
+        hosts: Number of launching processes, see `Costs`.
+    """
     order, paths = resolve_order(program), []
     for device in range(program.devices):
         counts = _count(order, [], [], False)
@@ -99,10 +113,14 @@ def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
 
 
 def endless_paths(program: Program, micro_batches: int) -> list[PathCounts]:
-    """Count what a global batch of a pipeline that is never flushed takes one at a time.
+    """Count what one global batch of an asynchronous pipeline needs from each resource.
 
     A device runs the actions of its parts, its host launches them, its parts are reduced once, and a cut
     carries every transfer. The paths of the devices' actions come first.
+
+    Args:
+        program: Actions of all devices.
+        micro_batches: Micro-batches of a global batch.
     """
     order = resolve_order(program)
     slots, cuts = _slots(order), program.slots - 1
@@ -120,7 +138,7 @@ def endless_paths(program: Program, micro_batches: int) -> list[PathCounts]:
 
 
 def _follow(action: int, following: Indices) -> list[int]:
-    """List the actions that an action leads to, from device to device."""
+    """Return the actions to which an action leads, from device to device."""
     chain = list[int]()
     while (action := int(following[action])) != NONE:
         chain.append(action)
@@ -132,22 +150,30 @@ def _slots(order: Order) -> Indices:
 
 
 def _last_actions(order: Order) -> Indices:
-    """(slots,): the last action of each that completes gradients; on a device a later one is larger."""
+    """Return (slots,) last actions that complete gradients.
+
+    On a device, later actions have larger numbers.
+    """
     last = np.full(order.program.devices * order.program.chunks, NONE)
     np.maximum.at(last, _slots(order)[order.finishing], np.flatnonzero(order.finishing))
     return last
 
 
 def _count(order: Order, path: list[int], sends: list[int], is_exposed: bool) -> PathCounts:
-    """Count the actions of a path and its transfers, by the actions that send; `is_exposed`: it ends with the
-    exchange of the gradients of its last slot, for `count_critical_path` its first."""
+    """Count the actions of a path, and its transfers by their sending actions.
+
+    `is_exposed`: the path ends with the gradient exchange of its last slot (of its first slot for
+    `count_critical_path`, which goes backwards).
+    """
     program, cuts = order.program, order.program.slots - 1
     if "path_counts" not in program.derived:
         shares = np.array([program.share(micro_batch) for micro_batch in order.micro_batch])
         counts = np.zeros((len(order), len(SECONDS)))
         counts[np.arange(len(order)), order.kind] = 1.0
         if program.splits_backward:
-            counts[(order.kind == 1) & ~order.splits, 2] = 1.0  # such a B computes the weights' gradient, too
+            counts[(order.kind == 1) & ~order.splits, 2] = (
+                1.0  # a B that is not split computes the weight gradient, too
+            )
         counts[order.first_backwards, 3] = -1.0
         program.derived["path_counts"] = counts * shares[:, None], shares
     counts, shares = program.derived["path_counts"]
@@ -161,12 +187,18 @@ def _count(order: Order, path: list[int], sends: list[int], is_exposed: bool) ->
 
 
 def path_table(tables: PartTables, counts: PathCounts) -> Floats:
-    """(parts, n + 1, n + 1): seconds of each part on a path, with the transfer after it; inf where it cannot
-    lie."""
+    """Return (parts, n + 1, n + 1) seconds of each part on a path, with the transfer after it.
+
+    They are inf if the part cannot lie there.
+
+    Args:
+        tables: Seconds of all parts.
+        counts: The path.
+    """
     seconds = np.zeros(tables.usable.shape)
     for slot, part in tables.program.parts_by_slot.items():
-        each = counts.actions[slot.device * tables.program.chunks + slot.chunk]
-        for name, count in zip(SECONDS, each.tolist(), strict=True):
+        slot_counts = counts.actions[slot.device * tables.program.chunks + slot.chunk]
+        for name, count in zip(SECONDS, slot_counts.tolist(), strict=True):
             if count:
                 seconds[part] += count * tables.seconds[name][slot]
     occupied, late = counts.transfers
@@ -176,7 +208,7 @@ def path_table(tables: PartTables, counts: PathCounts) -> Floats:
 
 
 def remaining_seconds(seconds: Floats) -> Floats:
-    """(parts + 1, n + 1): the least seconds of this part and all after it, by the place where it begins."""
+    """Return (parts + 1, n + 1) least seconds of this part and all later ones, by where it begins."""
     parts, places = seconds.shape[0], seconds.shape[1]
     remaining = np.full((parts + 1, places), np.inf)
     remaining[parts, -1] = 0.0

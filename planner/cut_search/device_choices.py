@@ -1,8 +1,8 @@
-"""Devices for the stages of a pipeline, where some are faster than others.
+"""Choices of devices for the stages of a pipeline if some devices are faster than others.
 
-A choice gives each stage a set of devices. Devices of a kind that no link tells apart are alike, and of
-choices that differ only in names of devices and groups that are alike one is listed. The listing begins with
-the choices of the highest capacity and does not depend on the order in which devices are ranked.
+A choice gives each stage a set of devices. Devices of one kind that no link distinguishes are alike, and of
+choices that are equal up to renumbering of equal devices and groups, one is listed. Choices of the highest
+capacity come first, independent of the ranking of the devices.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from ..problem import Problem
 from ..search.device_classes import Shape, Symmetry, group_path, group_sizes, is_uniform
 
 MOST_LISTED = 64
-"""Choices that are listed of one pipeline; of more, the best are taken."""
+"""Most choices that are listed for one pipeline. Of more, the best are taken."""
 MOST_TAKEN = 12
-"""Choices that are looked at where not all are listed."""
+"""Number of choices that are tried if not all are listed."""
 
 
 @dataclass(frozen=True)
 class DeviceChoices:
-    """The choices for stages of some numbers of replicas; `complete`: any other is like one of them."""
+    """Choices for stages with given replicas.
+
+    If `complete`, any other choice is equivalent to one of them.
+    """
 
     shapes: tuple[Shape, ...]
     complete: bool
@@ -32,25 +35,25 @@ class DeviceChoices:
 
 @dataclass(frozen=True, eq=False)
 class DeviceChooser:
-    """The choices of a problem's devices for pipelines."""
+    """Choices of a problem's devices for pipelines."""
 
     problem: Problem
     _choices: dict[tuple[int, ...], DeviceChoices] = field(default_factory=dict)
 
     @property
     def topology(self) -> Topology:
-        """The devices and their links."""
+        """Devices and links."""
         return self.problem.topology
 
     @property
     def is_single(self) -> bool:
-        """Return whether devices are taken in rank order, so that there is one choice."""
+        """Whether devices are taken in rank order, so that there is one choice."""
         return self.problem.runtime is not None or len(self.topology.kinds) == 1
 
     def choices(self, counts: Sequence[int]) -> DeviceChoices:
-        """List the devices that stages of so many replicas may have, the most capable choices first.
+        """Return the devices that stages with these replicas may take, most capable choices first.
 
-        A runtime numbers the devices, and devices of one kind are taken in rank order: there is one choice.
+        A runtime fixes the ranks, and devices of one kind are taken in rank order: then there is one choice.
         """
         key = tuple(counts)
         if key not in self._choices:
@@ -69,7 +72,7 @@ class DeviceChooser:
         grouped = bool(group_sizes(self.topology))
         if grouped:
             shapes = list({self._symmetry.key(shape): shape for shape in reversed(shapes)}.values())
-        # The replicas of a stage may stand in any order where links tell them apart.
+        # If links differ, the order of the replicas of a stage matters, too.
         complete &= not grouped or max(counts) == 1
         return DeviceChoices(tuple(sorted(shapes, key=self._capacity)), complete)
 
@@ -79,7 +82,7 @@ class DeviceChooser:
 
     @cached_property
     def _seconds(self) -> Mapping[Device, float]:
-        """By kind of device, the seconds of a sample in all layers."""
+        """Seconds of a sample in all layers by kind of device."""
         space, size = self.problem.space, self.problem.chain.sizes[0]
 
         def whole(kind: Device) -> float:
@@ -91,7 +94,7 @@ class DeviceChooser:
 
     @cached_property
     def _classes(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that are alike, the fastest first."""
+        """Classes of equal devices, fastest first."""
         classes = dict[tuple[object, ...], list[int]]()
         for rank in range(self.topology.gpus):
             classes.setdefault(group_path(self.topology, rank), []).append(rank)
@@ -101,7 +104,7 @@ class DeviceChooser:
         return tuple(map(tuple, fastest_first))
 
     def _shapes(self, counts: tuple[int, ...], free: tuple[tuple[int, ...], ...]) -> Iterator[Shape]:
-        """The choices from these free devices by class, those of the first classes first."""
+        """Yield the choices from free devices by class, preferring the first classes."""
         if not counts:
             yield ()
             return
@@ -111,7 +114,7 @@ class DeviceChooser:
             yield from ((stage, *rest_of_shape) for rest_of_shape in self._shapes(counts[1:], rest))
 
     def _capacity(self, shape: Shape) -> tuple[float, ...]:
-        """Sort key: what the stages compute together, and then each, the most first."""
+        """Return a sort key: the capacity of all stages, then that of each, largest first."""
         rates = [
             len(ranks) / max(self._seconds[self.topology.device(rank)] for rank in ranks) for ranks in shape
         ]
@@ -119,7 +122,7 @@ class DeviceChooser:
 
 
 def _divisions(count: int, most: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Choose a number of devices from classes of these sizes, from the first classes first."""
+    """Yield the numbers of devices of each class that add up to `count`, preferring the first classes."""
     if not most:
         if not count:
             yield ()

@@ -1,7 +1,7 @@
-"""Seconds of every part of the layers on its place in a program.
+"""Seconds of every part of the layers in its slot of a program.
 
-A part lies between two cut points, as a stage of `StageTable` does. Its seconds are those on the devices that
-it is given. For a bound on plans on any devices they are the least that any kind of device and link allow.
+A part lies between two cut points, as a stage of `StageTable` does. Its seconds are those on its devices. For
+a bound on plans on any devices they are the least over all kinds of devices and links.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from ..stage_table import Floats
 Ranks = tuple[int, ...]
 Mask = npt.NDArray[np.bool_]
 Cuts = npt.NDArray[np.int64]
-"""(candidates, parts + 1): the cut points before, between and after the parts."""
+"""(candidates, parts + 1) cut points before, between and after the parts."""
 SECONDS = ("forward", "backward", "weight", "accumulation", "forward_launch", "backward_launch", "exposed")
-"""Figures of a part, named as those of `Costs`; `exposed`: the gradient exchange after its last backward."""
+"""Figures of a part, named as those of `Costs`. `exposed` is the gradient exchange after its last
+backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineShape:
-    """A plan without its cuts and recomputation; `ranks`: the replicas of each device of the program.
+    """A plan without its cuts and recomputation.
 
-    `stands_for_all`: its bound holds for as many replicas of every stage on any devices.
+    Attributes:
+        config: Configuration.
+        program: Actions of all devices.
+        ranks: Replicas of each device of the program.
+        stands_for_all: Whether its bound holds for equally many replicas of every stage on any devices.
     """
 
     config: PipelineConfig
@@ -48,22 +53,28 @@ class PipelineShape:
 
     @property
     def is_endless(self) -> bool:
-        """Return whether the pipeline is never flushed."""
+        """Whether the pipeline is asynchronous."""
         return not find_schedule(self.config.schedule).synchronous
 
     def proposal(self, cut_points: Sequence[int], cuts: Sequence[int]) -> Proposal:
-        """Make the plan with these cuts, (parts + 1,)."""
+        """Return the plan with these (parts + 1,) cuts."""
         devices = tuple(self.ranks[slot.device] for slot in self.program.pipes[0])
         return Proposal(self.config, tuple(cut_points[cut] for cut in cuts[1:]), devices)
 
 
 @dataclass(frozen=True, eq=False)
 class PartTables:
-    """Seconds of a micro-batch by figure (`SECONDS`) and slot of the program, (n + 1, n + 1) each.
+    """Seconds of a micro-batch by figure and slot.
 
-    `occupancy` (parts - 1, n + 1) and `latency` (parts - 1,) are those of the transfer after each part.
-    `usable` (parts, n + 1, n + 1) marks where a part may lie. Parts recompute where all stages do; scoring a
-    plan decides which others have to, for want of memory.
+    Parts recompute if all stages do. Scoring a plan decides which other parts must recompute to fit.
+
+    Attributes:
+        program: Actions of all devices.
+        seconds: By figure (`SECONDS`) and slot of the program, (n + 1, n + 1) seconds.
+        hosts: Number of launching processes, see `Costs`.
+        occupancy: (parts - 1, n + 1) link seconds of the transfer after each part.
+        latency: (parts - 1,) latency of this transfer in seconds.
+        usable: (parts, n + 1, n + 1) mask of where a part may lie.
     """
 
     program: Program
@@ -79,7 +90,7 @@ class PartTables:
         return self.program.slots
 
     def costs(self, cuts: Cuts) -> Costs:
-        """Make the simulator's costs of many cuts side by side, without the exchange of gradients."""
+        """Return the simulator's costs of many cuts as candidates, without the gradient exchange."""
         shape = (self.program.devices, self.program.chunks, 1, len(cuts))
         columns: dict[str, Any] = {name: np.zeros(shape) for name in SECONDS if name != "exposed"}
         for name, values in columns.items():
@@ -105,7 +116,14 @@ class PartTables:
 def make_part_tables(
     space: Space, shape: PipelineShape, exchanges: LeastExchanges, *, anywhere: bool = False
 ) -> PartTables:
-    """Make the tables of a shape on its devices; `anywhere`: the least on any devices."""
+    """Return the tables of a shape.
+
+    Args:
+        space: Costs and limits.
+        shape: The shape.
+        exchanges: Least seconds of gradient exchanges.
+        anywhere: Whether to take the least on any devices, instead of the shape's.
+    """
     program, recompute = shape.program, shape.config.recompute
     seconds: dict[str, dict[StageSlot, Floats]] = {name: {} for name in SECONDS}
     usable = np.repeat(space.usable[None], program.slots, axis=0)
@@ -119,15 +137,15 @@ def make_part_tables(
         if key not in figures_by_kind:
             figures_by_kind[key] = _figures(space, ranks, kinds, size, program.splits_backward, anywhere)
         holders = {rank for pipe in program.pipes for rank in shape.ranks[pipe[part].device]}
-        table, again = space.table(size), recompute not in ("never", "by_stage")
+        table, recomputes = space.table(size), recompute not in ("never", "by_stage")
         usable[part, cut_from, cut_to] &= space.may_be(part, cut_from, cut_to)
         figures = figures_by_kind[key] | {
             "forward_launch": table.forward_launch,
-            "backward": figures_by_kind[key]["backward"] + again * figures_by_kind[key]["forward"],
-            "backward_launch": table.backward_launch + again * table.forward_launch,
+            "backward": figures_by_kind[key]["backward"] + recomputes * figures_by_kind[key]["forward"],
+            "backward_launch": table.backward_launch + recomputes * table.forward_launch,
             "exposed": exchanges.after(len(holders), size, hides=len(holders) == len(ranks)),
         }
-        if shape.is_endless:  # the whole exchange, as nothing waits for it
+        if shape.is_endless:  # the whole exchange: nothing hides it
             reduced = space.gradients(np.asarray(table.stage_bytes.trainable, dtype=np.float64))
             figures["exposed"] = np.asarray(all_reduce_seconds(space.topology, ranks, reduced))
         for name in SECONDS:
@@ -138,15 +156,15 @@ def make_part_tables(
 def _figures(
     space: Space, ranks: Ranks, kinds: Sequence[Device], size: int, splits: bool, anywhere: bool
 ) -> dict[str, Floats]:
-    """Passes of a device's parts, without recomputation."""
+    """Return the seconds of the passes of a device's parts, without recomputation."""
     exchange = ReplicaExchange(space.topology, ranks, space.number_bytes, 0 if anywhere else space.zero)
     join = np.minimum if anywhere else np.maximum
 
     def figure(name: str) -> Floats:
-        each = [
+        by_kind = [
             stage_figure(space.kind_table(kind, size), name, kind.seconds_scale, exchange) for kind in kinds
         ]
-        joined: Floats = join.reduce(each)
+        joined: Floats = join.reduce(by_kind)
         return joined
 
     last = figure("weight" if splits else "backward")
@@ -159,6 +177,7 @@ def _figures(
 
 
 def _transfers(space: Space, shape: PipelineShape, anywhere: bool) -> tuple[Floats, Floats]:
+    """Return occupancy and latency of the transfers after each part, in seconds."""
     pipe, size = shape.program.pipes[0], shape.config.micro_batch_size
     tables = [space.table(divide_batch(size, len(ranks))) for ranks in shape.ranks]
     occupancy = np.zeros((len(pipe) - 1, len(space.usable)))

@@ -1,11 +1,11 @@
-"""The plans of schedules other than 1F1B and GPipe, with their own cuts.
+"""Cut search for schedules other than 1F1B and GPipe.
 
 A shape is a configuration, a number of devices and of parts on each, and the devices of every stage
-(`device_choices`). All shapes are bounded and get their first cuts, then the fastest ones are improved. At
-last all cuts of the shapes with the lowest bounds are looked at (`shape_search`), until the work is done:
-then what is left bounds what was not looked at. The bound holds for any devices in any order. If every choice
-of devices is a shape, each is bounded with its devices. Otherwise the first choice stands for all: its plans
-are scored on its devices and bounded by the least that any devices take.
+(`device_choices`). All shapes get a bound and first cuts, then the fastest ones are improved. Finally all
+cuts of the shapes with the lowest bounds are enumerated (`shape_search`) until the work is done, and what
+remains bounds the rest. The bound holds for any devices in any order. If every choice of devices is a shape,
+each is bounded with its devices. Otherwise the first choice stands for all: its plans are scored on its
+devices, and bounded by the least that any devices take.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ from .part_tables import PipelineShape
 from .shape_search import Record, ShapeSearch, search_shapes
 
 EVERY_COUNT = 64
-"""Up to so many devices every number of replicas is looked at."""
+"""Most devices for which every number of replicas is tried."""
 MOST_SHAPES = 3_000
-"""Shapes that are bounded one by one."""
+"""Most shapes that are bounded one by one."""
 MOST_COMPOSED = 8
-"""Up to so many devices every number of replicas of every stage is looked at."""
+"""Most devices for which every number of replicas of every stage is tried."""
 MOST_ACTIONS = 30_000
-"""Actions of a program whose cuts are searched."""
+"""Most actions of a program whose cuts are searched."""
 MOST_NEAR_CHOICES = 4
-"""Choices of devices for the shape of a good plan that are looked at first."""
+"""Choices of devices for the shape of a good plan that are tried first."""
 SHARE = 0.45
 """Share of the time limit's work."""
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """The best plan, None if none fits, and a bound on all plans of the schedules; the best plans of
-    different shapes, the fastest first."""
+    """Result of a cut search.
+
+    Attributes:
+        best: The best plan; None if none fits.
+        bound_seconds: Bound on all plans of the schedules.
+        plans: The best plans of different shapes, fastest first.
+    """
 
     best: ScoredPlan | None
     bound_seconds: float
@@ -65,14 +70,15 @@ def search_schedules(
     """Search plans of these schedules that take less than `limit` seconds.
 
     Args:
-        problem: The problem.
+        problem: What is asked.
         schedules: Names of schedules.
-        limit: Seconds that plans of interest are below.
-        work: Counted work, by default a share of the time limit.
-        near: Good plans, whose shapes are looked at first.
+        limit: Seconds that a plan must be faster than.
+        work: Counted work. Defaults to a share of the time limit.
+        near: Good plans, whose shapes are tried first.
 
     Returns:
-        The best plan, and a bound on all that were not scored. A bound at the limit says no more than that.
+        The best plan, and a bound on all plans that were not scored. A bound equal to the limit only means
+        that no plan is below the limit.
     """
     names = tuple(dict.fromkeys(schedules))
     if not names:
@@ -86,6 +92,8 @@ def search_schedules(
 
 
 class _ScheduleSearch:
+    """Search over the shapes of some schedules."""
+
     def __init__(self, problem: Problem, names: tuple[str, ...], low: float, record: Record) -> None:
         self.problem, self.names, self.low, self.record = problem, names, low, record
         self.devices = DeviceChooser(problem)
@@ -95,7 +103,7 @@ class _ScheduleSearch:
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
 
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
-        """Search the shapes of the plans `near`, and then all."""
+        """Search the shapes of the plans `near`, then all shapes."""
         record = self.record
         nearest = [ShapeSearch(record, shape, self.low) for shape in self._shapes_near(near)]
         for search in nearest:
@@ -112,7 +120,7 @@ class _ScheduleSearch:
         return ScheduleResult(record.best, max(self.low, proven), tuple(plans))
 
     def _shapes(self, skip: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
-        """List the shapes, without those to skip."""
+        """Yield the searches of all shapes except those to skip."""
         count, record = 0, self.record
         for shape in self._all_shapes():
             if record.budget.over:
@@ -130,7 +138,7 @@ class _ScheduleSearch:
             yield ShapeSearch(record, shape, self.low)
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
-        """Shapes of plans with searched schedules, on their devices and on the best choices."""
+        """Yield shapes of plans with searched schedules, on their devices and on the best choices."""
         for plan in plans:
             config, proposal = plan.config, plan.proposal
             stages = len(proposal.ends) // config.virtual_stages
@@ -145,7 +153,7 @@ class _ScheduleSearch:
                     yield PipelineShape(config, program, devices)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
-        """Every pipeline with its first choice of devices, and then with the others."""
+        """Yield every pipeline with its first choice of devices, then with the others."""
         for config, program, counts in self._pipelines():
             first = self.devices.choices(counts).shapes[0]
             yield PipelineShape(config, program, first, not self._lists_every_choice)
@@ -155,7 +163,7 @@ class _ScheduleSearch:
 
     @cached_property
     def _lists_every_choice(self) -> bool:
-        """Return whether every choice of devices for every pipeline is a shape."""
+        """Whether every choice of devices for every pipeline is a shape."""
         if self.devices.is_single:
             return is_uniform(self.problem.topology)
         number = 0
@@ -168,7 +176,7 @@ class _ScheduleSearch:
         return True
 
     def _pipelines(self) -> Iterator[tuple[PipelineConfig, Program, tuple[int, ...]]]:
-        """Configurations, programs and, by device of the program, numbers of replicas."""
+        """Yield configurations, programs and numbers of replicas by device of the program."""
         problem, room = self.problem, list_rooms(self.problem)[-1].bytes
         numbers = [number for number in problem.stage_counts if least_on_stages(problem, number) <= room]
         for config, stages in product(problem.configs, reversed(numbers)):
@@ -183,7 +191,7 @@ class _ScheduleSearch:
                     yield virtual, program, counts
 
     def _program(self, config: PipelineConfig, stages: int) -> Program | None:
-        """None where the schedule does not run with these numbers, or is not searched with so many."""
+        """Return the program; None if the schedule does not run with these numbers, or if it is too long."""
         parts = config.virtual_stages
         if stages * parts > self.problem.space.chain.max_stages or stages == 1 < parts:
             return None
@@ -200,25 +208,25 @@ class _ScheduleSearch:
         return self.programs[key]
 
     def _replicas(self, config: PipelineConfig, stages: int) -> list[tuple[int, ...]]:
-        """By device, the numbers of replicas that there may be together."""
+        """Return the numbers of replicas by device that stages may have together."""
         problem, usable = self.problem, self.problem.usable_gpus
         choices = []
         for counts in problem.replica_choices(config.micro_batch_size):
             if len(counts) == 1 or problem.runtime is not None:
-                every = [(count,) * stages for count in counts]
+                combinations = [(count,) * stages for count in counts]
             elif len(counts) ** stages <= 10 * MOST_SHAPES or usable <= MOST_COMPOSED:
-                every = list(_compositions(counts, stages, usable))
+                combinations = list(_compositions(counts, stages, usable))
             else:
                 self.is_complete = False
-                every = [(count,) * stages for count in counts]
-            choices += [counts for counts in every if sum(counts) <= usable]
+                combinations = [(count,) * stages for count in counts]
+            choices += [counts for counts in combinations if sum(counts) <= usable]
         if problem.options.use_all:
-            return [one for one in choices if sum(one) == usable]
+            return [chosen_counts for chosen_counts in choices if sum(chosen_counts) == usable]
         return choices
 
 
 def _compositions(counts: tuple[int, ...], stages: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Of so many stages, with no more than `most` devices."""
+    """Yield numbers of replicas for `stages` stages that use at most `most` devices."""
     if not stages:
         yield ()
         return
@@ -229,7 +237,7 @@ def _compositions(counts: tuple[int, ...], stages: int, most: int) -> Iterator[t
 
 
 def _virtual_stages(config: PipelineConfig) -> tuple[int, ...]:
-    """Parts of the layers on each device."""
+    """Return the numbers of parts per device to search."""
     if config.virtual_stages > 1:
         return (config.virtual_stages,)
     if config.schedule in SEVERAL_PARTS:

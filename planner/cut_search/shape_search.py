@@ -1,11 +1,11 @@
-"""The best cuts of one shape: a local search, and all cuts where a bound leaves few.
+"""Best cuts of one shape: a local search, and an enumeration of all cuts if a bound leaves few.
 
-The local search starts from cuts that share the work evenly. It moves a cut to the next place, or two cuts at
-once, which keeps the sum of a device's parts or the length of a part. The exhaustive search places part after
-part. It goes on where no path of `cut_bound` shows that what is placed, with the least that can follow, is as
-long as the best plan. What is left at the end is simulated, and scored like any plan.
+The local search starts from cuts that share the work evenly. It moves one cut to the next place, or two cuts
+together, which keeps the sum of a device's parts or the length of a part. The enumeration places part after
+part. It continues while no path of `cut_bound` shows that the placed parts, with the least that can follow,
+take as long as the best plan. The remaining cuts are simulated and scored like any plan.
 
-A pipeline that is never flushed has paths of its own (`endless_paths`), and the steady state as its step.
+An asynchronous pipeline has its own paths (`endless_paths`), and its steady state as step.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from .cut_bound import device_paths, endless_paths, launch_paths, path_table, re
 from .part_tables import Cuts, Mask, PartTables, PipelineShape, make_part_tables
 
 TAPERS = ((1.0, 1.0), (0.7, 1.3), (1.3, 0.7), (0.5, 1.5))
-"""Shares of the work of a device's first and last part, against an even one."""
+"""Shares of the work of a device's first and last part, relative to an even one."""
 MOST_SCORED = 6
-"""Cuts that are scored in one turn of the local search."""
+"""Most cuts that are scored in one round of the local search."""
 MOST_PAIRS = 160
-"""Pairs of moves in one turn."""
+"""Most pairs of moves in one round."""
 MOST_ROUNDS = 40
-"""Turns of the local search from one start."""
+"""Most rounds of the local search from one start."""
 FAR = 1.2
-"""Times the best step, from which on the local search leaves a shape alone."""
+"""Multiple of the best step above which the local search skips a shape."""
 STARTS = 2
-"""Cuts that the local search starts from."""
+"""Number of cuts from which the local search starts."""
 MOST_TABLES = 4_000_000
-"""Entries of the tables of paths."""
+"""Most entries of the tables of paths."""
 MOST_UNFINISHED = 1_000_000
-"""Beginnings that an exhaustive search extends, in all."""
+"""Most partial cuts that an enumeration extends."""
 SCORE_WORK = 3_000_000
-"""Work of scoring a plan, in addition to its simulation."""
+"""Counted work of scoring a plan, in addition to its simulation."""
 CHUNK = 2_000
-"""Beginnings that are extended side by side."""
+"""Partial cuts that are extended together as arrays."""
 
 
 @dataclass
@@ -77,14 +77,21 @@ class Record:
         return plan
 
     def is_open(self, seconds: float) -> bool:
-        """Return whether a plan of so many seconds is worth a look."""
+        """Return whether a plan of `seconds` is worth searching."""
         return seconds < self.limit * (1 - TIE) and not self.budget.spent
 
 
 @dataclass
 class ShapeSearch:
-    """A shape under search. `bound`: no plan of it that is not scored takes less, unless it takes more than
-    the best plan that is known."""
+    """Search of one shape.
+
+    Attributes:
+        record: State that all shapes share.
+        shape: The shape.
+        bound: Lower bound in seconds on its plans that are not scored, unless they are slower than the best
+            known plan.
+        best: Best plan of the shape.
+    """
 
     record: Record
     shape: PipelineShape
@@ -103,7 +110,7 @@ class ShapeSearch:
 
     @cached_property
     def _least(self) -> PartTables:
-        """Tables that the bound is made of."""
+        """Tables from which the bound is computed."""
         if not self.shape.stands_for_all:
             return self._tables
         return make_part_tables(self.record.problem.space, self.shape, self.record.exchanges, anywhere=True)
@@ -126,7 +133,7 @@ class ShapeSearch:
             self._score(self._simulate(self._starts())[0])
 
     def descend(self) -> None:
-        """Improve the best cuts as long as moving one or two of them gains."""
+        """Improve the best cuts while moving one or two of them gains."""
         for start in sorted(self._scored, key=lambda cuts: self._scored[cuts])[:STARTS]:
             current, step = start, self._scored[start]
             for _ in range(MOST_ROUNDS):
@@ -141,28 +148,28 @@ class ShapeSearch:
                 current, step = better, self._scored[better]
 
     def exhaust(self) -> None:
-        """Score all cuts that may be faster than the best plan, and bound what is left out."""
+        """Score all cuts that may be faster than the best plan, and bound the rest."""
         budget, bound = self.record.budget, inf
         stack = [(np.zeros((1, 1), dtype=np.int64), np.zeros((1, len(self._paths))))]
         extended = 0
         while stack:
-            rows, before = stack.pop()
+            rows, so_far_of_rows = stack.pop()
             if rows.shape[1] > self._least.parts:
                 bound = min(bound, self._finish(rows))
                 continue
             extended += len(rows)
             budget.spend(5.0 * len(rows) * self._paths[0].shape[1] * len(self._paths) + 50_000)
             if extended > MOST_UNFINISHED or budget.spent:
-                for left, so_far in [(rows, before), *stack]:
-                    after = self._remaining[:, left.shape[1] - 1, left[:, -1]].T
-                    bound = min(bound, float((so_far + after).max(axis=1).min(initial=inf)))
+                for left, so_far in [(rows, so_far_of_rows), *stack]:
+                    remaining = self._remaining[:, left.shape[1] - 1, left[:, -1]].T
+                    bound = min(bound, float((so_far + remaining).max(axis=1).min(initial=inf)))
                 break
-            stack += self._extend(rows, before)
+            stack += self._extend(rows, so_far_of_rows)
         self.bound = max(self.bound, bound)
 
     @cached_property
     def _paths(self) -> Floats:
-        """(paths, parts, n + 1, n + 1): a mean of the devices' paths, and paths that no other one exceeds."""
+        """(paths, parts, n + 1, n + 1) seconds: a mean of the devices' paths, and undominated paths."""
         tables, program = self._least, self.shape.program
         wholes = [tables.seconds["forward"][slot][0, -1] for slot in program.parts_by_slot if not slot.chunk]
         paces = 1 / np.maximum(wholes, 1e-300)
@@ -187,7 +194,7 @@ class ShapeSearch:
         return np.array([remaining_seconds(path) for path in self._paths])
 
     def _extend(self, rows: Cuts, before: Floats) -> Iterator[tuple[Cuts, Floats]]:
-        """Add every next part with which the limit may be met; those with the lowest bounds come last."""
+        """Yield every next part that may meet the limit, lowest bounds last."""
         part = rows.shape[1] - 1
         spent = before[:, None, :] + np.moveaxis(self._paths[:, part], 0, -1)[rows[:, -1]]
         bounds = (spent + self._remaining[:, part + 1].T[None]).max(axis=2)
@@ -199,7 +206,7 @@ class ShapeSearch:
             yield np.column_stack([rows[row[at]], place[at]]), spent[row[at], place[at]]
 
     def _finish(self, rows: Cuts) -> float:
-        """Score whole cuts that may be faster than the best plan, and return a bound on those left out."""
+        """Score complete cuts that may be faster than the best plan, and return a bound on the rest."""
         rows, steps = self._simulate(rows, self._least)
         if self.shape.stands_for_all:
             placed, placed_steps = self._simulate(rows)
@@ -214,13 +221,13 @@ class ShapeSearch:
         return inf
 
     def _starts(self) -> Cuts:
-        """Cuts that give each device work by its pace, in parts that grow or shrink, and balanced ones."""
+        """Return balanced cuts, and cuts that give each device work by its pace in tapered parts."""
         seconds, program = self._tables.seconds, self.shape.program
         pipe, size = program.pipes[0], program.chunks
         names = ("forward", "backward", "weight")
         work = [np.diagonal(np.sum([seconds[name][slot] for name in names], axis=0), 1) for slot in pipe]
         blocks = np.append(0.0, np.cumsum(work[0]))
-        rates = blocks[-1] / np.maximum([each.sum() for each in work], 1e-300)
+        rates = blocks[-1] / np.maximum([part_work.sum() for part_work in work], 1e-300)
         parts = np.array([slot.chunk for slot in pipe])
         rows = [(0, *np.cumsum(balance(np.diff(blocks), len(pipe))).tolist())]
         for first, last in TAPERS[: 1 if size == 1 else None]:
@@ -228,8 +235,8 @@ class ShapeSearch:
             targets = np.cumsum(shares)[:-1] / shares.sum() * blocks[-1]
             inner = np.searchsorted(blocks, targets - np.diff(blocks).mean() / 2)
             rows.append(_spread([0, *inner.tolist(), len(blocks) - 1]))
-        every = np.array(list(dict.fromkeys(rows)), dtype=np.int64)
-        return every[_are_usable(every, self._tables.usable)]
+        distinct = np.array(list(dict.fromkeys(rows)), dtype=np.int64)
+        return distinct[_are_usable(distinct, self._tables.usable)]
 
     def _simulate(self, rows: Cuts, tables: PartTables | None = None) -> tuple[Cuts, Floats]:
         """Sort cuts by their simulated steps, and return both."""
@@ -248,7 +255,7 @@ class ShapeSearch:
         return rows[order], steps[order]
 
     def _score(self, rows: Cuts) -> None:
-        """Score the first few cuts, each once."""
+        """Score the first few cuts that were not scored yet."""
         problem, budget = self.record.problem, self.record.budget
         cut_points = problem.space.table(problem.chain.sizes[0]).cut_points
         for key in map(tuple, rows[:MOST_SCORED].tolist()):
@@ -264,7 +271,15 @@ class ShapeSearch:
 
 
 def search_shapes(record: Record, shapes: Iterable[ShapeSearch]) -> tuple[list[ShapeSearch], float]:
-    """Search the cuts of some shapes, and bound all plans of them that are not scored."""
+    """Search the cuts of some shapes.
+
+    Args:
+        record: State that all shapes share.
+        shapes: The searches.
+
+    Returns:
+        The searches, and a bound in seconds on all plans that are not scored.
+    """
     searches = sorted(shapes, key=lambda search: search.bound)
     for search in searches:
         if search.best is None and record.is_open(search.bound):
@@ -280,7 +295,7 @@ def search_shapes(record: Record, shapes: Iterable[ShapeSearch]) -> tuple[list[S
 
 
 def _neighbours(cuts: Cuts, usable: Mask) -> Cuts:
-    """(candidates, parts + 1): cuts with one moved to the next place, or two, where they may be."""
+    """Return (candidates, parts + 1) allowed cuts with one or two of them moved to the next place."""
     single = [(part, move) for part in range(1, len(usable)) for move in (-1, 1)]
     pairs = [pair for pair in combinations(single, 2) if pair[0][0] != pair[1][0]]
     near = sorted(pairs, key=lambda pair: pair[1][0] - pair[0][0])[:MOST_PAIRS]
@@ -301,7 +316,7 @@ def _are_usable(rows: Cuts, usable: Mask) -> Mask:
 
 
 def _spread(cuts: Sequence[int]) -> tuple[int, ...]:
-    """Move each cut so far that it comes after the one before and leaves a place to each later one."""
+    """Move each cut so that it comes after the previous one and leaves a place for each later one."""
     row, last = list(cuts), len(cuts) - 1
     for index in range(1, last):
         row[index] = min(max(row[index], row[index - 1] + 1), row[last] - (last - index))

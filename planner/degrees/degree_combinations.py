@@ -1,4 +1,4 @@
-"""All combinations of degrees of parallelism, micro-batch size, recomputation and virtual stages."""
+"""Combinations of degrees of parallelism, micro-batch size, recomputation and virtual stages."""
 
 from __future__ import annotations
 
@@ -21,60 +21,68 @@ from .degree_options import DegreeOptions
 
 @dataclass(frozen=True)
 class Combination:
-    """Degrees with the micro-batches and recomputation."""
+    """Degrees with micro-batches and recomputation."""
 
     degrees: ParallelDegrees
     setting: TrainingSetting
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences."""
+        """Sequences of a micro-batch of one replica."""
         return self.setting.tokens.samples
 
     @property
     def micro_batches(self) -> int:
-        """Of one replica."""
+        """Micro-batches of one replica in a step."""
         return self.setting.micro_batches
 
     @property
     def recompute(self) -> Recomputation:
-        """Of every block."""
+        """Recomputation of every block."""
         return self.setting.recompute
 
     @property
     def recompute_blocks(self) -> int | None:
-        """Of each (virtual) stage, where not all blocks run again."""
+        """Number of first blocks of each (virtual) stage that are recomputed. None for all."""
         return self.setting.recompute_blocks
 
     @property
     def virtual_stages(self) -> int:
-        """Of a device."""
+        """Virtual stages per device."""
         return self.setting.virtual_stages
 
 
-def most_recompute_blocks(shape: TransformerShape, one: Combination) -> int:
-    """With one more all blocks of the longest (virtual) stage there can be would run again."""
-    slots = one.degrees.pipeline * one.virtual_stages
-    return shape.blocks - 1 - sum(one.setting.fewest_blocks(shape.blocks, slots)[1:])
+def most_recompute_blocks(shape: TransformerShape, combination: Combination) -> int:
+    """Return the largest useful number of recomputed first blocks.
+
+    With one more, all blocks of the longest possible (virtual) stage would be recomputed.
+    """
+    slots = combination.degrees.pipeline * combination.virtual_stages
+    return shape.blocks - 1 - sum(combination.setting.fewest_blocks(shape.blocks, slots)[1:])
 
 
 def most_stages(shape: TransformerShape) -> int:
-    """Most (virtual) stages that are searched where the options name no number: one for each block, and one
-    each for the embedding and the head."""
+    """Return the most (virtual) stages to search by default: one per block, the embedding and the head."""
     return shape.blocks + 2
 
 
 def virtual_stage_numbers(shape: TransformerShape, pipeline: int, options: DegreeOptions) -> Sequence[int]:
-    """Numbers of virtual stages of a device that are searched."""
+    """Return the numbers of virtual stages per device to search."""
     return options.virtual_stages or range(1, max(min(8, most_stages(shape) // pipeline), 1) + 1)
 
 
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
-    """All that the options allow and that divide the model, the devices and the batch.
+    """Yield all combinations that the options allow and that divide the model, the devices and the batch.
 
-    One that runs the first blocks of its stages again has `recompute_blocks` 1: it stands for all numbers up
-    to `most_recompute_blocks`."""
-    modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
+    A combination that recomputes first blocks has `recompute_blocks` 1 and stands for all numbers up to
+    `most_recompute_blocks`.
+
+    Args:
+        shape: The transformer.
+        devices: Number of devices.
+        options: Allowed degrees, and the training setting.
+    """
+    modes = [(kind, number) for word, kind, number in _MODES if options.recompute in ("auto", word)]
     modes += [("offload", None)] * options.offload
     implementation = IMPLEMENTATIONS[options.implementation]
     for tensor, context, stages in list_degrees(shape, devices, options):
@@ -102,16 +110,16 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                     setting = TrainingSetting(
                         count, tokens, recompute, virtual, number, options.predictors, offset
                     )
-                    one = Combination(degrees, setting)
+                    combination = Combination(degrees, setting)
                     unfit = _offloads_under_fsdp(degrees, setting)
                     if unfit or implementation.problem_with(degrees, setting):
                         continue
-                    if number is None or most_recompute_blocks(shape, one) > 0:
-                        yield one
+                    if number is None or most_recompute_blocks(shape, combination) > 0:
+                        yield combination
 
 
 def zero_stages(shape: TransformerShape, degrees: ParallelDegrees, options: DegreeOptions) -> Sequence[int]:
-    """Allowed stages of ZeRO; by default all that the implementation has that may pay."""
+    """Return the allowed ZeRO stages; by default all of the implementation that may pay."""
     if options.zero is not None:
         return options.zero
     shares = max(degrees.gradient_group, degrees.expert_gradient_group if any(shape.routed) else 1)
@@ -120,7 +128,10 @@ def zero_stages(shape: TransformerShape, degrees: ParallelDegrees, options: Degr
 
 
 def unsharded_stages(zero: int, stages: int, options: DegreeOptions) -> Sequence[int]:
-    """Numbers of virtual stages that may be gathered at a time; the largest where none is resharded."""
+    """Return the numbers of virtual stages that may be gathered at a time.
+
+    The largest if none is resharded.
+    """
     allowed = options.max_param_unsharded_stages or (UNSHARDED_STAGES,)
     if stages == 1:
         return (UNSHARDED_STAGES,)
@@ -130,7 +141,7 @@ def unsharded_stages(zero: int, stages: int, options: DegreeOptions) -> Sequence
 def list_degrees(
     shape: TransformerShape, devices: int, options: DegreeOptions
 ) -> Iterator[tuple[int, int, int]]:
-    """Tensor, context and pipeline degrees that the options allow, whatever they divide."""
+    """Return the tensor, context and pipeline degrees that the options allow, whatever they divide."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
     stages = options.pp or [number for number in divisors if number <= most_stages(shape)]
@@ -138,7 +149,7 @@ def list_degrees(
 
 
 LEAST_TOKENS = 4096
-"""Of a device that shares a sequence, where the options do not say how many share it."""
+"""Least tokens of a device that shares a sequence, unless the options name context degrees."""
 
 _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
     ("none", "none", None),
@@ -146,29 +157,36 @@ _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
     ("partial", "full", 1),
     ("full", "full", None),
 )
-"""By the option's word: what runs again, and of how many blocks of a stage."""
+"""By option value, the recomputation and the number of recomputed blocks of a stage."""
 
 
 def _offloads_under_fsdp(degrees: ParallelDegrees, setting: TrainingSetting) -> bool:
-    """Which is not modelled: weights are gathered beside the copies."""
+    """Return whether blocks offload under FSDP.
+
+    That is not modelled: weights are gathered next to the copies.
+    """
     return setting.recompute == "offload" and degrees.zero > 1
 
 
 def context_exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, ...]:
-    """What the devices that share the sequence may exchange for attention."""
-    every = get_args(ContextExchange)
+    """Return the exchanges for attention between the devices that share a sequence."""
+    exchanges = get_args(ContextExchange)
     if context == 1:
-        return every[:1]
-    return tuple(one for one in every if options.context_exchange in ("auto", one))
+        return exchanges[:1]
+    return tuple(exchange for exchange in exchanges if options.context_exchange in ("auto", exchange))
 
 
 def _predictor_offsets(stages: int, options: DegreeOptions) -> tuple[int, ...]:
-    """How many stages before the last the predictors may be: with the head, or on a stage before it, but not
-    on the first device, where megatron-core would not add up the gradients of their embedding."""
+    """Return the possible stages of the predictors, counted from the last one.
+
+    They are with the head or one stage before it, but not on the first device: megatron-core would not reduce
+    the gradients of their embedding there.
+    """
     return (0, 1) if options.predictors and stages > 2 else (0,)
 
 
 def expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:
+    """Return the allowed expert-parallel degrees that divide the devices and the experts."""
     allowed = options.ep or range(1, group + 1)
     if shape.experts is None:
         return [1] if 1 in allowed else []
@@ -176,6 +194,7 @@ def expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) 
 
 
 def micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
+    """Return the allowed sequences per micro-batch that divide the sequences of a replica."""
     powers = [2**exponent for exponent in range(per_replica.bit_length())]
     return [
         size for size in options.micro_batch_size or powers if size <= per_replica and per_replica % size == 0
@@ -183,8 +202,15 @@ def micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
 
 
 def options_to_allow(shape: TransformerShape, one: Combination, options: DegreeOptions) -> dict[str, object]:
-    """The options, by field, that must have other values so that a combination without offload is among those
-    that are tried; empty where it is. Combinations with ZeRO 3, where only 1 is tried, need `zero` (1, 3).
+    """Return the options that must change, by field, so that the search covers a combination without offload.
+
+    The result is empty if it is covered. For a combination with ZeRO 3 of an implementation that only tries
+    1, `zero` becomes (1, 3).
+
+    Args:
+        shape: The transformer.
+        one: The combination.
+        options: The options.
     """
     degrees = one.degrees
     values = {
@@ -210,8 +236,14 @@ def options_to_allow(shape: TransformerShape, one: Combination, options: DegreeO
 def stage_degrees(
     shape: TransformerShape, devices: int, samples: int, options: DegreeOptions
 ) -> Iterator[ParallelDegrees]:
-    """All that so many devices of one pipeline stage may have by the options, where its replicas share
-    micro-batches of so many samples."""
+    """Yield the degrees that the devices of one pipeline stage may have.
+
+    Args:
+        shape: The transformer.
+        devices: Number of devices of the stage.
+        samples: Samples of a micro-batch, which the replicas of the stage share.
+        options: Allowed degrees.
+    """
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
     for tensor, context in product(options.tp or divisors, contexts):

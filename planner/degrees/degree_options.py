@@ -1,4 +1,4 @@
-"""The options of a plan by degrees of parallelism."""
+"""Options of a plan by degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...cost_models.quantities import parse_rate
 from ...cost_models.transformer.implementations import IMPLEMENTATIONS
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
-"""Words that the search takes, and in files until 0.1."""
+"""Recomputation modes of the search, and of files until 0.1."""
 _RECOMPUTE_WORDS = {
     "never": "none",
     "first_layers": "partial",
@@ -69,12 +69,12 @@ def _zero(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     values = value if isinstance(value, list | tuple) else (value,)
-    if not values or any(each not in (0, 1, 2, 3) or isinstance(each, bool) for each in values):
+    if not values or any(stage not in (0, 1, 2, 3) or isinstance(stage, bool) for stage in values):
         raise UsageError(
             f"{name}={value!r}: must be 0, 1, 2 or 3",
             "1 spreads the optimizer's states, 2 the gradients too, 3 the weights too.",
         )
-    return tuple(sorted({int(each) for each in values}))
+    return tuple(sorted({int(stage) for stage in values}))
 
 
 def _read_zero(text: str, name: str) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _read_zero(text: str, name: str) -> tuple[int, ...]:
 
 
 FIXED = ("tp", "pp", "cp", "ep", "zero", "micro_batch_size", "virtual_stages")
-"""What `fix` may name."""
+"""Names that `fix` accepts."""
 
 
 def _fixed(name: str, value: Any) -> dict[str, int] | None:
@@ -92,20 +92,23 @@ def _fixed(name: str, value: Any) -> dict[str, int] | None:
         raise UsageError(
             f"{name}={short_repr(value)}: must be degrees by their names", f"Give {name}={{'tp': 8}}."
         )
-    if unknown := next((each for each in value if each not in FIXED), None):
-        raise UsageError(f"{name}={unknown}: is no degree", f"There are: {', '.join(FIXED)}.")
-    return {each: arguments.whole(each, own, at_least=int(each != "zero")) for each, own in value.items()}
+    if unknown := next((degree for degree in value if degree not in FIXED), None):
+        raise UsageError(f"{name}={unknown}: is not a degree", f"Use one of: {', '.join(FIXED)}.")
+    return {
+        degree: arguments.whole(degree, number, at_least=int(degree != "zero"))
+        for degree, number in value.items()
+    }
 
 
 def _read_fixed(texts: Sequence[str], name: str) -> dict[str, int]:
-    """`tp=8` of each text, or several with commas between."""
+    """Read `tp=8` from each text, or several separated by commas."""
     fixed: dict[str, int] = {}
     for text in ",".join(texts).split(","):
         word, equals, number = (part.strip() for part in text.partition("="))
         word = word.lstrip("-").replace("-", "_")
         if not equals or word not in FIXED:
             raise UsageError(
-                f"{name} {text}: is not a degree and its number",
+                f"{name} {text}: is not of the form DEGREE=N",
                 f"Write one of {', '.join(FIXED).replace('_', '-')}, an equals sign and the number.",
             )
         if fixed.setdefault(word, read_whole_number(0)(number, f"{name} {word}")) != int(number):
@@ -125,10 +128,25 @@ def _one_word(words: Sequence[str]) -> Callable[[str, Any], str]:
 
 @options_class
 class ConfigurationOptions(Options):
-    """Options of a configuration that a profile has none of; None: all. Raises UsageError.
+    """Options of a configuration that a profile does not have. None allows all values.
 
-    `sequence`: tokens of a sequence. `layers`: of the model, where not all of the configuration's. `fix`:
-    degrees that have one value, by name; it is set as that of their own field.
+    Attributes:
+        implementation: Library whose code is costed.
+        kernels: CSV file of measured kernels.
+        sequence: Tokens of a sequence.
+        layers: Layers of the model, if not all of the configuration's.
+        predictors: Multi-token predictors.
+        pp: Numbers of pipeline stages.
+        cp: Context-parallel degrees.
+        ep: Expert-parallel degrees.
+        micro_batch_size: Sequences of a micro-batch.
+        virtual_stages: Virtual stages per device.
+        max_param_unsharded_stages: Virtual stages whose weights may be gathered at a time, with ZeRO 3 in a
+            pipeline.
+        offload: Whether to try offloading, too.
+        context_exchange: Exchange between devices that share a sequence.
+        by_stage: Whether to search pipelines whose stages have different degrees, too.
+        fix: Degrees with a single value, by name. Each is set in its own field.
     """
 
     implementation: Literal["megatron", "torchtitan", "transformers"] | str = _option(
@@ -210,10 +228,14 @@ class ConfigurationOptions(Options):
 
 @options_class
 class DegreeOptions(ConfigurationOptions):
-    """Training setting, and the degrees that are allowed (None: all). Raises UsageError.
+    """Training setting, and the allowed degrees (None for all).
 
-    `mini_batch`: sequences of one optimizer step. `zero`: allowed stages of ZeRO (2 and 3: FSDP);
-    None: those that the implementation has that may pay.
+    Attributes:
+        mini_batch: Sequences of one optimizer step.
+        zero: Allowed ZeRO stages (2 and 3: FSDP). None for those of the implementation that may pay.
+        tp: Tensor-parallel degrees.
+        recompute: Recomputation mode.
+        host_bandwidth: Bytes per second of copies to a GPU's host, and as many back.
     """
 
     mini_batch: Converted[int | None, int] = option(
@@ -255,29 +277,33 @@ class DegreeOptions(ConfigurationOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in (self.fix or {}).items():
-            own = getattr(self, name)
-            if own is not None and value not in own:
-                several = ",".join(map(str, own))
-                raise UsageError(f"{name}={several}: is not the {value} of `fix`", "Give one of them.")
+            allowed = getattr(self, name)
+            if allowed is not None and value not in allowed:
+                several = ",".join(map(str, allowed))
+                raise UsageError(f"{name}={several}: contradicts the {value} of `fix`", "Give one of them.")
             check = _zero if name == "zero" else _counts
             object.__setattr__(self, name, check(name, value))
         object.__setattr__(self, "fix", None)  # so that `replace` may allow others
 
     def check_by_stage(self) -> None:
-        """Raises UsageError where these options leave no degrees by stage to look for."""
+        """Check that these options leave degrees by stage to search.
+
+        Raises:
+            UsageError: They do not.
+        """
         for name, allowed, why in (
-            ("pp", range(2, 2**20), "they are of several pipeline stages"),
-            ("virtual_stages", (1,), "they are of 1F1B, with one stage on a device"),
-            ("zero", (0, 1), "gradients and weights of a pipeline are not spread"),
+            ("pp", range(2, 2**20), "which need several pipeline stages"),
+            ("virtual_stages", (1,), "which use 1F1B with one stage per device"),
+            ("zero", (0, 1), "which do not shard gradients and weights"),
         ):
             values = getattr(self, name)
             if values is not None and not any(value in allowed for value in values):
-                problem = f"{name}={','.join(map(str, values))}: no degrees by stage, {why}"
+                problem = f"{name}={','.join(map(str, values))}: leaves no degrees by stage, {why}"
                 raise UsageError(problem, f"Omit `{name}`, or `by_stage`.")
         if self.implementation != "megatron":
-            problem = f"implementation={self.implementation}: no degrees by stage, they are Megatron-LM's"
+            problem = f"implementation={self.implementation}: has no degrees by stage, only megatron does"
             raise UsageError(problem, "Omit `implementation`, or `by_stage`.")
         if self.offload:
             raise UsageError(
-                "offload: no degrees by stage, their stages do not offload", "Omit `offload`, or `by_stage`."
+                "offload: does not combine with degrees by stage", "Omit `offload`, or `by_stage`."
             )

@@ -1,4 +1,4 @@
-"""The plan of an answer by degrees."""
+"""Plan files from answers by degrees."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
     """Build the plan of an answer: its fastest, with the others as alternatives.
 
     Args:
-        answer: The answer.
+        answer: The answer, with its bound.
         topology: The machine.
         context_bytes: Memory of a device that the process takes before it allocates anything.
     """
-    own, options = None if answer.by_stage is None else answer.by_stage.plan, answer.options
+    stage_plan, options = None if answer.by_stage is None else answer.by_stage.plan, answer.options
     builder = _Builder(topology, context_bytes)
-    if own is None:
+    if stage_plan is None:
         best, *others = answer.plans
         shape, stages, estimate = _shape(best), builder.equal_stages(best), best.estimate
     else:
-        others, estimate = list(answer.plans), own.estimate
-        shape = _shape_by_stage(own, options.predictors, len(answer.shape.names.ends))
-        stages = builder.own_stages(own, shape.balance)
+        others, estimate = list(answer.plans), stage_plan.estimate
+        shape = _shape_by_stage(stage_plan, options.predictors, len(answer.shape.names.ends))
+        stages = builder.own_stages(stage_plan, shape.balance)
     step = estimate.step_seconds
     bounds = [answer.bound_seconds, *([answer.by_stage.bound_seconds] if answer.by_stage else [])]
     bound = min(*bounds, step)
@@ -65,7 +65,7 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
         active_parameters=answer.shape.active_parameters(),
     )
     names = [name for name, _ in answer.shape.layers(options.predictors)]
-    zero = max(each.zero for each in degrees if each)
+    zero = max(degrees_.zero for degrees_ in degrees if degrees_)
     samples_per_gpu = options.mini_batch / step / len({rank for stage in stages for rank in stage.devices})
     flops = samples_per_gpu * answer.shape.model_flops(options.sequence, options.predictors)
     limits = answer.costs.limits
@@ -94,8 +94,8 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
             tflops_per_gpu=flops / TERA,
             mfu=flops / (limits.stated_flops or limits.flops),
         ),
-        baselines=[_baseline(each) for each in answer.baselines],
-        alternatives=[builder.alternative(each) for each in others],
+        baselines=[_baseline(degrees_) for degrees_ in answer.baselines],
+        alternatives=[builder.alternative(degrees_) for degrees_ in others],
         training=training,
         options=PlanOptions(
             mini_batch=options.mini_batch,
@@ -128,7 +128,7 @@ def _coverage(answer: DegreeAnswer) -> str:
 
 
 def _shape(plan: DegreePlan) -> PlanShape:
-    """Layers, batches and degrees of a plan whose stages all have the same degrees."""
+    """Return layers, batches and degrees of a plan whose stages all have the same degrees."""
     setting, last = plan.setting, len(plan.blocks) - 1
     degrees = Degrees(
         **vars(plan.degrees),
@@ -155,11 +155,11 @@ def _shape(plan: DegreePlan) -> PlanShape:
 
 
 def _shape_by_stage(plan: StagePlan, predictors: int, head_layers: int) -> PlanShape:
-    """Layers and batches of a plan whose stages have degrees of their own, the predictors with the head."""
-    counts = [len(own.blocks) for own in plan.stages]
+    """Return layers and batches of a plan with degrees by stage. The predictors are with the head."""
+    counts = [len(stage.blocks) for stage in plan.stages]
     counts[0] += 1
     counts[-1] += head_layers + predictors
-    words = [block_recompute(own.recompute.kind, own.recompute.blocks) for own in plan.stages]
+    words = [block_recompute(stage.recompute.kind, stage.recompute.blocks) for stage in plan.stages]
     return PlanShape(
         balance=counts,
         micro_batches=plan.micro_batches,
@@ -171,7 +171,7 @@ def _shape_by_stage(plan: StagePlan, predictors: int, head_layers: int) -> PlanS
 
 @dataclass(frozen=True)
 class _Builder:
-    """Stages of plans on a machine, each device with the memory of its process."""
+    """Builder of the stages of plans on a machine. Each device holds the context of its process."""
 
     topology: Topology
     context_bytes: float
@@ -197,7 +197,7 @@ class _Builder:
         return stages
 
     def own_stages(self, plan: StagePlan, balance: Sequence[int]) -> list[PlannedStage]:
-        """Build the stages of a plan whose stages have degrees of their own."""
+        """Build the stages of a plan with degrees by stage."""
         figures = zip(plan.stages, plan.estimate.stages, (*plan.transfers, None), strict=True)
         stages = []
         for bounds, (own, estimate, transfer) in zip(_spans(balance), figures, strict=True):
@@ -240,7 +240,7 @@ class _Builder:
         )
 
     def ledger(self, estimate: StageEstimate) -> dict[str, int]:
-        """Memory of a device by term."""
+        """Return the memory of a device by term."""
         terms = with_reserve(dict(estimate.ledger), self.context_bytes)
         return round_ledger({name: float(amount) for name, amount in terms.items()})
 
@@ -259,13 +259,13 @@ class _Builder:
 
 
 def _ranks(degrees: ParallelDegrees, slot: int) -> range:
-    """Devices of a (virtual) stage."""
+    """Return the devices of a (virtual) stage."""
     size, device = degrees.devices // degrees.pipeline, slot % degrees.pipeline
     return range(device * size, (device + 1) * size)
 
 
 def _spans(balance: Sequence[int]) -> list[tuple[int, int]]:
-    """Layers before each part and before its end."""
+    """Return the first layer and the layer after the last of each part."""
     return list(pairwise(accumulate(balance, initial=0)))
 
 
@@ -273,6 +273,6 @@ def _baseline(baseline: DegreeBaseline) -> Baseline:
     plan = baseline.plan
     if plan is None:
         return Baseline(name=baseline.name, step_seconds=None, reason=baseline.reason)
-    shape, again = _shape(plan), block_recompute(plan.recompute, plan.recompute_blocks)
-    detail = f"{plan.degrees.describe()}; {shape.batch}, recompute {again}"
+    shape, mode = _shape(plan), block_recompute(plan.recompute, plan.recompute_blocks)
+    detail = f"{plan.degrees.describe()}; {shape.batch}, recompute {mode}"
     return Baseline(name=baseline.name, step_seconds=plan.estimate.step_seconds, detail=detail)

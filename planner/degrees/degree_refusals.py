@@ -1,5 +1,4 @@
-"""What is said where the options allow no combination of degrees: which of them, and what does not divide;
-and where none fits."""
+"""Errors if the options allow no combination of degrees, or if none fits."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ _FREE: dict[str, Any] = {
     "recompute": "auto",
     "context_exchange": "auto",
 }
-"""What restricts the search, and its value where it does not."""
+"""Options that restrict the search, with the value that does not."""
 
 
 def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptions) -> UsageError:
-    """Names what the options allow and the nearest miss, and which option alone to change where one does."""
+    """Return an error with the restricting options, the nearest miss, and which option to change."""
     allowed = {name: getattr(options, name) for name, free in _FREE.items() if getattr(options, name) != free}
     if _is_any(shape, devices, replace(options, **_FREE)):
         words = ", ".join(f"{name}={_text(value)}" for name, value in allowed.items())
@@ -80,7 +79,7 @@ def _text(value: object) -> str:
 
 
 def _nearest_miss(shape: TransformerShape, devices: int, options: DegreeOptions) -> str:
-    """Of the combinations that are tried, in words, why that is none which passes most conditions."""
+    """Return why the combination that passes most conditions is not allowed."""
     misses = (
         miss
         for degrees in list_degrees(shape, devices, options)
@@ -92,7 +91,7 @@ def _nearest_miss(shape: TransformerShape, devices: int, options: DegreeOptions)
 def _misses(
     shape: TransformerShape, devices: int, options: DegreeOptions, tensor: int, context: int, stages: int
 ) -> Iterator[tuple[int, str]]:
-    """How many conditions hold of combinations with these degrees, and why the next one does not."""
+    """Yield how many conditions combinations with these degrees pass, and why the next one fails."""
     data, rest = divmod(devices, tensor * context * stages)
     if rest or not data:
         product = f"tp {tensor} x cp {context} x pp {stages} = {tensor * context * stages}"
@@ -145,17 +144,26 @@ def nothing_fits(
     attempts: Sequence[tuple[LayerTable, Combination]],
     memory_bytes: float,
 ) -> InfeasibleError:
-    """Names the combination that needs least with stages of as many blocks, and its bytes."""
+    """Return an error that names the combination with even stages that needs the least memory.
+
+    Args:
+        shape: The transformer.
+        devices: Number of devices.
+        combinations: Number of combinations that were tried.
+        attempts: Their costs.
+        memory_bytes: Bytes that a device may use.
+    """
     least, name = float("inf"), ""
-    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
+    for layers, combination in sorted(attempts, key=lambda each: each[0].least_bytes()):
         if layers.least_bytes() >= least:
             break
         even = layers.setting.even_blocks(shape.blocks, layers.slots)
-        for own, again in _every_number(shape, layers, one, even):
-            peak = own.peak_bytes(even)
+        for candidate, variant in _every_number(shape, layers, combination, even):
+            peak = candidate.peak_bytes(even)
             if peak < least:
                 least = peak
-                name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(again)}"
+                size, degrees = combination.micro_batch_size, combination.degrees.describe()
+                name = f"{degrees}, micro-batches of {size}, {_again(variant)}"
     return InfeasibleError(
         f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
         f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
@@ -166,16 +174,17 @@ def nothing_fits(
 
 
 def _every_number(
-    shape: TransformerShape, layers: LayerTable, one: Combination, even: Sequence[int]
+    shape: TransformerShape, layers: LayerTable, combination: Combination, even: Sequence[int]
 ) -> Iterator[tuple[LayerTable, Combination]]:
-    """Where first blocks run again, with every number that changes stages of so many blocks."""
-    yield layers, one
-    if one.recompute_blocks == 1:
-        for number in range(2, min(max(even), most_recompute_blocks(shape, one)) + 1):
-            setting = replace(one.setting, recompute_blocks=number)
-            yield layers.with_setting(setting), replace(one, setting=setting)
+    """Yield a combination; if it recomputes first blocks, with every number that changes its stages."""
+    yield layers, combination
+    if combination.recompute_blocks == 1:
+        for number in range(2, min(max(even), most_recompute_blocks(shape, combination)) + 1):
+            setting = replace(combination.setting, recompute_blocks=number)
+            yield layers.with_setting(setting), replace(combination, setting=setting)
 
 
-def _again(one: Combination) -> str:
-    number = one.recompute_blocks
-    return f"recompute {one.recompute if number is None else f'first {number}'}"
+def _again(combination: Combination) -> str:
+    """Return the recomputation in words."""
+    number = combination.recompute_blocks
+    return f"recompute {combination.recompute if number is None else f'first {number}'}"

@@ -1,9 +1,9 @@
-"""The degrees of parallelism, division of the layers and micro-batch size with the shortest step.
+"""Search for degrees of parallelism, division of the layers and micro-batch size with the shortest step.
 
-All combinations that are allowed are tried, but for those whose bound exceeds the best. Of each the blocks
-are divided over the stages evenly by number, and, under 1F1B, as the least bound of all divisions within the
-memory has it; of the best, blocks then move from stage to stage. Another division may be
-faster: the bound says by how much at most (division_bound.py and stage_divisions.py argue it).
+All allowed combinations are tried, except those whose bound exceeds the best plan. For each, the blocks are
+divided evenly over the stages and, under 1F1B, also as the division with the least bound within the memory.
+In the best plans, blocks then move from stage to stage. Another division may be faster; the bound says by how
+much at most (see division_bound.py and stage_divisions.py).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from .stage_divisions import (
 )
 
 MOST_PLANS = 10
-"""Degrees and micro-batch sizes that an answer lists."""
+"""Most degrees and micro-batch sizes that an answer lists."""
 
 MOST_FITTED = 8
-"""Interleaved pipelines of which blocks are moved until they fit."""
+"""Most interleaved pipelines in which blocks are moved until they fit."""
 MOST_WORK = 300_000
-"""Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
+"""Most work of the search of divisions of interleaved pipelines, in units of `DivisionSearch.work`."""
 
 
 @dataclass(frozen=True)
 class DegreePlan(Combination):
-    """One way to train: a combination with the blocks of each (virtual) stage, and what it takes."""
+    """A combination with the blocks of each (virtual) stage, and its estimated step and memory."""
 
     blocks: tuple[int, ...]
     estimate: StepEstimate
@@ -61,7 +61,7 @@ class DegreePlan(Combination):
 
 @dataclass(frozen=True)
 class DegreeBaseline:
-    """What a rule of this name plans; without a plan the `reason`."""
+    """Plan of a baseline rule, or the `reason` why there is none."""
 
     name: str
     plan: DegreePlan | None
@@ -70,8 +70,19 @@ class DegreeBaseline:
 
 @dataclass(frozen=True)
 class DegreeAnswer:
-    """The fastest plans, the best first; `bound_seconds`: no division of the layers that fits takes less
-    under any of the `combinations`. `limit_bytes`: what a device's ledger may add up to."""
+    """Fastest plans by degrees, best first.
+
+    Attributes:
+        shape: The transformer.
+        devices: Number of devices.
+        options: The options.
+        costs: Costs of kernels and communication.
+        plans: The plans.
+        bound_seconds: Lower bound on every division of the layers that fits under any of the combinations.
+        combinations: Number of combinations.
+        limit_bytes: Bytes that the ledger of a device may add up to.
+        baselines: Plans of rules of thumb.
+    """
 
     shape: TransformerShape
     devices: int
@@ -83,20 +94,20 @@ class DegreeAnswer:
     limit_bytes: float
     baselines: tuple[DegreeBaseline, ...] = ()
     by_stage: StageAnswer | None = None
-    """With degrees by stage, where the options ask for it."""
+    """Answer with degrees by stage, if the options ask for it."""
 
     def with_baselines(self, baselines: tuple[DegreeBaseline, ...]) -> DegreeAnswer:
-        """The same, compared with these."""
+        """Return the answer with baselines."""
         return replace(self, baselines=baselines)
 
     @property
     def gap(self) -> float:
-        """The best plan's step over the bound, less 1."""
+        """Step of the best plan over the bound, minus 1."""
         return self.plans[0].estimate.step_seconds / self.bound_seconds - 1
 
     @cached_property
     def kernels(self) -> list[Product]:
-        """The different products of the best plan."""
+        """Distinct matrix products of the best plan."""
         best = self.plans[0]
         layers = LayerTable(self.shape, best.degrees, best.setting, self.costs)
         predictors = [layers.predictor] if best.setting.predictors else []
@@ -104,7 +115,7 @@ class DegreeAnswer:
 
     @property
     def assumed_kernels(self) -> list[Product]:
-        """Those of which no table has the shape."""
+        """Products whose shape is not in the table of measured kernels."""
         table = self.costs.table
         return [kernel for kernel in self.kernels if table is None or not table.has(kernel)]
 
@@ -117,25 +128,41 @@ def search_degrees(
     memory_bytes: float,
     candidate: DegreePlan | None = None,
 ) -> DegreeAnswer:
-    """Tries all combinations, and a `candidate` plan that fits. Raises UsageError where none is possible,
-    InfeasibleError where none fits."""
+    """Search all combinations.
+
+    Args:
+        shape: The transformer.
+        devices: Number of devices.
+        costs: Costs of kernels and communication.
+        options: Allowed degrees, and the training setting.
+        memory_bytes: Bytes that a device may use.
+        candidate: A plan that fits, to compare with.
+
+    Returns:
+        The answer, with a bound on all combinations.
+
+    Raises:
+        UsageError: No combination is possible.
+        InfeasibleError: No combination fits.
+    """
     combinations = list(list_combinations(shape, devices, options))
     if not combinations and candidate is None:
         raise nothing_possible(shape, devices, options)
     plans = _BestPlans(memory_bytes, candidate)
     ahead = [
-        (lower_bound(layers), number, layers, one)
-        for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
+        (lower_bound(layers), number, layers, combination)
+        for number, (combination, layers) in enumerate(_layer_tables(shape, combinations, costs))
     ]
     heapq.heapify(ahead)
     while ahead and ahead[0][0] < plans.worst:
-        _, number, layers, one = heapq.heappop(ahead)
-        plans.try_combination(layers, one)
-        following = _more_again(shape, layers, one)
+        _, number, layers, combination = heapq.heappop(ahead)
+        plans.try_combination(layers, combination)
+        following = _more_again(shape, layers, combination)
         if following is not None:
             heapq.heappush(ahead, (lower_bound(following[0]), number, *following))
     count = sum(
-        1 if one.recompute_blocks is None else most_recompute_blocks(shape, one) for one in combinations
+        1 if combination.recompute_blocks is None else most_recompute_blocks(shape, combination)
+        for combination in combinations
     )
     plans.fit()
     if not plans.best:
@@ -147,31 +174,38 @@ def search_degrees(
 
 
 def _more_again(
-    shape: TransformerShape, layers: LayerTable, one: Combination
+    shape: TransformerShape, layers: LayerTable, combination: Combination
 ) -> tuple[LayerTable, Combination] | None:
-    """Return the same with one more recomputed block per stage; None if no stage has as many."""
-    if one.recompute_blocks is None or one.recompute_blocks == most_recompute_blocks(shape, one):
+    """Return the combination with one more recomputed block per stage; None if no stage has as many."""
+    if combination.recompute_blocks is None or combination.recompute_blocks == most_recompute_blocks(
+        shape, combination
+    ):
         return None
-    setting = replace(one.setting, recompute_blocks=one.recompute_blocks + 1)
-    return layers.with_setting(setting), Combination(one.degrees, setting)
+    setting = replace(combination.setting, recompute_blocks=combination.recompute_blocks + 1)
+    return layers.with_setting(setting), Combination(combination.degrees, setting)
 
 
 def _layer_tables(
     shape: TransformerShape, combinations: Sequence[Combination], costs: RankCosts
 ) -> Iterator[tuple[Combination, LayerTable]]:
-    """Virtual stages, and numbers of blocks that run again, change no layer."""
+    """Yield the layer costs of all combinations.
+
+    Virtual stages and numbers of recomputed blocks change no layer, so combinations share tables.
+    """
     same: dict[tuple[ParallelDegrees, TrainingSetting], LayerTable] = {}
-    for one in combinations:
-        key = one.degrees, replace(one.setting, virtual_stages=1, recompute_blocks=None)
+    for combination in combinations:
+        key = combination.degrees, replace(combination.setting, virtual_stages=1, recompute_blocks=None)
         if key not in same:
             same[key] = LayerTable(shape, *key, costs)
-        yield one, same[key].with_setting(one.setting)
+        yield combination, same[key].with_setting(combination.setting)
 
 
 class _BestPlans:
-    """The best plan of each degrees with a micro-batch size, the `bound` of all that was tried, and the
-    `attempts` before the first that fitted. Of 1F1B and of interleaved pipelines each, until blocks were
-    moved: it gains more in these."""
+    """Best plan of each set of degrees and micro-batch size, and the `bound` on all that was tried.
+
+    `attempts` are the combinations tried before the first one that fitted. 1F1B and interleaved pipelines
+    have separate best plans until blocks were moved, because moving gains more in interleaved ones.
+    """
 
     def __init__(self, memory_bytes: float, candidate: DegreePlan | None = None) -> None:
         self.memory_bytes = memory_bytes
@@ -185,68 +219,70 @@ class _BestPlans:
 
     @property
     def bound(self) -> float:
-        """Seconds that nothing that was tried takes less than."""
-        return min([self._bound, *(own[0] for own in self._interleaved)])
+        """Lower bound in seconds on everything that was tried."""
+        return min([self._bound, *(pipeline[0] for pipeline in self._interleaved)])
 
     @property
     def plans(self) -> tuple[DegreePlan, ...]:
-        """The best first."""
+        """Best plans, fastest first."""
         fastest: dict[tuple[ParallelDegrees, Tokens], DegreePlan] = {}
         for plan in sorted(self.best.values(), key=_step_seconds):
             fastest.setdefault((plan.degrees, plan.setting.tokens), plan)
         return tuple(fastest.values())[:MOST_PLANS]
 
-    def try_combination(self, layers: LayerTable, one: Combination) -> None:
-        """All divisions of its layers: the bound of all, and the best of a few."""
+    def try_combination(self, layers: LayerTable, combination: Combination) -> None:
+        """Try a combination: bound all divisions of its layers, and keep the best of a few."""
         if not self.best:
-            self.attempts.append((layers, one))
+            self.attempts.append((layers, combination))
         if layers.least_bytes() > self.memory_bytes:
             return
-        if one.virtual_stages == 1:
-            self._try_divisions(layers, one)
+        if combination.virtual_stages == 1:
+            self._try_divisions(layers, combination)
         else:
-            self._try_interleaved(layers, one)
+            self._try_interleaved(layers, combination)
 
-    def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
+    def _try_divisions(self, layers: LayerTable, combination: Combination) -> None:
         quick = lower_bound(layers)
-        if quick >= self.useful(one):
+        if quick >= self.useful(combination):
             self._bound = min(self._bound, quick)
             return
-        lower, divided = least_division(layers, self.memory_bytes, self.useful(one))
+        lower, divided = least_division(layers, self.memory_bytes, self.useful(combination))
         if divided is None:
             return
         self._bound = min(self._bound, max(lower, quick))
-        if lower < self.useful(one):
-            self._keep(_best_division(layers, divided, one, self.memory_bytes))
+        if lower < self.useful(combination):
+            self._keep(_best_division(layers, divided, combination, self.memory_bytes))
 
-    def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
+    def _try_interleaved(self, layers: LayerTable, combination: Combination) -> None:
         lower = lower_bound(layers)
-        if lower < self.useful(one):
+        if lower < self.useful(combination):
             lower = max(lower, least_interleaved(layers, self.memory_bytes))
-        self._interleaved.append((lower, len(self._interleaved), layers, one))
-        if lower >= self.useful(one):
+        self._interleaved.append((lower, len(self._interleaved), layers, combination))
+        if lower >= self.useful(combination):
             return
         counts = even_division(layers)
-        if interleaved_bound(layers, counts) >= self.useful(one):
+        if interleaved_bound(layers, counts) >= self.useful(combination):
             return
         if layers.peak_bytes(counts) <= self.memory_bytes:
-            self._keep(_plan(layers, one, counts))
-        elif one.recompute_blocks is None:
-            self._unfit.append((lower, len(self._unfit), layers, one))
+            self._keep(_plan(layers, combination, counts))
+        elif combination.recompute_blocks is None:
+            self._unfit.append((lower, len(self._unfit), layers, combination))
 
     def fit(self) -> None:
-        """Of interleaved pipelines of which no division fitted, those of the least bounds, with blocks moved
-        until one fits."""
-        for lower, _, layers, one in sorted(self._unfit)[:MOST_FITTED]:
-            if lower >= self.useful(one):
+        """Move blocks of interleaved pipelines until one fits, if no division of any fitted.
+
+        Those with the least bounds come first.
+        """
+        for lower, _, layers, combination in sorted(self._unfit)[:MOST_FITTED]:
+            if lower >= self.useful(combination):
                 continue
-            own = fit_division(layers, even_division(layers), self.memory_bytes)
-            if own is not None and interleaved_bound(layers, own) < self.useful(one):
-                counts, estimate = improve_division(layers, own, self.memory_bytes)
-                self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
+            fitting = fit_division(layers, even_division(layers), self.memory_bytes)
+            if fitting is not None and interleaved_bound(layers, fitting) < self.useful(combination):
+                counts, estimate = improve_division(layers, fitting, self.memory_bytes)
+                self._keep(DegreePlan(combination.degrees, combination.setting, counts, estimate, layers))
 
     def improve(self) -> None:
-        """Of each plan: blocks move from one stage to another while that makes the step shorter."""
+        """Move blocks of each plan from stage to stage while that makes the step shorter."""
         keys = {(plan.degrees, plan.setting.tokens) for plan in self.plans}
         for key, plan in self.best.items():
             if key[:2] in keys:
@@ -254,46 +290,52 @@ class _BestPlans:
                 self.best[key] = replace(plan, blocks=counts, estimate=estimate)
 
     def search_divisions(self) -> None:
-        """Of the interleaved pipelines that may be faster than the best plan all divisions, a part of them at
-        a time, those of the pipeline with the least bound first."""
+        """Search all divisions of the interleaved pipelines that may be faster than the best plan.
+
+        A part of the divisions is searched at a time, of the pipeline with the least bound first.
+        """
         self._bound_any_again()
         heapq.heapify(self._interleaved)
         searches: dict[int, DivisionSearch] = {}
         work = 0
         while self._interleaved and work < MOST_WORK:
-            lower, number, layers, one = self._interleaved[0]
+            lower, number, layers, combination = self._interleaved[0]
             best = _step_seconds(self.plans[0])
             if lower >= min(best * (1 - SAME), self._bound):
                 break
             if number not in searches:
                 searches[number] = DivisionSearch(layers, self.memory_bytes)
             search = searches[number]
-            before = search.work
+            work_before = search.work
             search.advance(best * (1 - SAME))
-            work += search.work - before
-            heapq.heapreplace(self._interleaved, (max(lower, search.bound_seconds), number, layers, one))
+            work += search.work - work_before
+            heapq.heapreplace(
+                self._interleaved, (max(lower, search.bound_seconds), number, layers, combination)
+            )
             if search.best is not None:
-                self._keep(DegreePlan(one.degrees, one.setting, *search.best, layers))
+                self._keep(DegreePlan(combination.degrees, combination.setting, *search.best, layers))
 
     def _bound_any_again(self) -> None:
-        """Raise the bounds of interleaved pipelines that differ only in how many first blocks run again to
-        one that holds for every number of them."""
+        """Raise the bounds of interleaved pipelines that differ only in recomputed first blocks.
+
+        The new bound holds for every number of them.
+        """
         best = _step_seconds(self.plans[0]) * (1 - SAME)
         alike = defaultdict[tuple[ParallelDegrees, TrainingSetting], list[int]](list)
-        for place, (lower, _, _, one) in enumerate(self._interleaved):
-            if lower < best and one.recompute_blocks is not None:
-                alike[one.degrees, replace(one.setting, recompute_blocks=None)].append(place)
+        for place, (lower, _, _, combination) in enumerate(self._interleaved):
+            if lower < best and combination.recompute_blocks is not None:
+                alike[combination.degrees, replace(combination.setting, recompute_blocks=None)].append(place)
         for places in alike.values():
             layers = self._interleaved[places[0]][2]
             root = DivisionSearch(layers, self.memory_bytes, any_again=True).bound_root(best)
             for place in places:
-                lower, number, own, one = self._interleaved[place]
-                self._interleaved[place] = max(lower, root), number, own, one
+                lower, number, table, combination = self._interleaved[place]
+                self._interleaved[place] = max(lower, root), number, table, combination
 
-    def useful(self, one: Combination) -> float:
-        """Seconds from which on a plan is of no use."""
-        own = self.best.get(_pool(one))
-        return self.worst if own is None else min(self.worst, _step_seconds(own))
+    def useful(self, combination: Combination) -> float:
+        """Return the seconds from which on a plan is not worth keeping."""
+        best = self.best.get(_pool(combination))
+        return self.worst if best is None else min(self.worst, _step_seconds(best))
 
     def _keep(self, plan: DegreePlan) -> None:
         if _step_seconds(plan) < self.useful(plan):
@@ -303,13 +345,15 @@ class _BestPlans:
                 self.worst = _step_seconds(plans[-1])
 
 
-def _plan(layers: LayerTable, one: Combination, counts: tuple[int, ...]) -> DegreePlan:
-    return DegreePlan(one.degrees, one.setting, counts, estimate_stages(layers, counts), layers)
+def _plan(layers: LayerTable, combination: Combination, counts: tuple[int, ...]) -> DegreePlan:
+    return DegreePlan(
+        combination.degrees, combination.setting, counts, estimate_stages(layers, counts), layers
+    )
 
 
-def _pool(one: Combination) -> tuple[ParallelDegrees, Tokens, bool]:
-    """What plans are compared within."""
-    return one.degrees, one.setting.tokens, one.virtual_stages > 1
+def _pool(combination: Combination) -> tuple[ParallelDegrees, Tokens, bool]:
+    """Return a key of the combinations among which the best plan is kept."""
+    return combination.degrees, combination.setting.tokens, combination.virtual_stages > 1
 
 
 def _step_seconds(plan: DegreePlan) -> float:
@@ -317,11 +361,11 @@ def _step_seconds(plan: DegreePlan) -> float:
 
 
 def _best_division(
-    layers: LayerTable, divided: Sequence[int], one: Combination, memory_bytes: float
+    layers: LayerTable, divided: Sequence[int], combination: Combination, memory_bytes: float
 ) -> DegreePlan:
-    """Under 1F1B the faster of two that fits: even blocks, and that of the least bound."""
+    """Return the faster of two 1F1B divisions that fit: even blocks, and the one with the least bound."""
     choices = dict.fromkeys((even_division(layers), tuple(divided)))
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
-    fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
-    counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
-    return DegreePlan(one.degrees, one.setting, counts, estimate, layers)
+    fitting = [trial for trial in trials if trial[1].peak_bytes <= memory_bytes]
+    counts, estimate = min(fitting, key=lambda trial: trial[1].step_seconds)
+    return DegreePlan(combination.degrees, combination.setting, counts, estimate, layers)

@@ -1,5 +1,4 @@
-"""Which divisions of blocks over virtual stages a part of a search still has: from how many up to how many
-blocks each virtual stage and each device may have."""
+"""Box of divisions of blocks over virtual stages, limited by fewest and most blocks of stages and devices."""
 
 from __future__ import annotations
 
@@ -14,8 +13,15 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class DivisionBox:
-    """`low` and `high`: blocks by (virtual) stage, (slots,) each; `device_low`, `device_high`: of all that a
-    device has, (devices,) each, which has every so manyeth. All stages together have `blocks`."""
+    """A set of divisions, as a part of a branch and bound.
+
+    Attributes:
+        blocks: Blocks of all stages together.
+        low: (slots,) fewest blocks of each (virtual) stage.
+        high: (slots,) most blocks of each.
+        device_low: (devices,) fewest blocks of each device, which has every `devices`-th stage.
+        device_high: (devices,) most blocks of each device.
+    """
 
     blocks: int
     low: Counts
@@ -25,7 +31,7 @@ class DivisionBox:
 
     @classmethod
     def of_fewest(cls, blocks: int, fewest: Sequence[int], most: Sequence[int], devices: int) -> DivisionBox:
-        """All divisions in which each stage has at least, and at most, so many."""
+        """Return the box of all divisions with these fewest and most blocks per stage."""
         return cls(
             blocks,
             np.array(fewest),
@@ -41,11 +47,11 @@ class DivisionBox:
 
     @property
     def counts(self) -> tuple[int, ...] | None:
-        """The division, where there is but one."""
+        """The division if there is only one, else None."""
         return tuple(self.low.tolist()) if (self.low == self.high).all() else None
 
     def tightened(self) -> DivisionBox:
-        """The same divisions, with what follows from the blocks that all and each device must have."""
+        """Return the same divisions with the tightest limits that follow from the sums."""
         low, high, least, most = self.low, self.high, self.device_low, self.device_high
         devices = len(least)
         for _ in range(2):
@@ -57,20 +63,22 @@ class DivisionBox:
         return DivisionBox(self.blocks, low, high, least, most)
 
     def places(self) -> tuple[Counts, Counts]:
-        """The first block that each stage may begin with, and the last; behind them that of a stage behind
-        all, which begins with none."""
-        below, above = (np.append(0, np.cumsum(own)) for own in (self.low, self.high))
+        """Return the first and last block with which each stage may begin.
+
+        The last entry is for the position after all stages.
+        """
+        below, above = (np.append(0, np.cumsum(counts)) for counts in (self.low, self.high))
         first = np.maximum(below, self.blocks - (above[-1] - above))
         last = np.minimum(above, self.blocks - (below[-1] - below))
         return first, last
 
     def split_device(self, device: int, most: int) -> Iterator[DivisionBox]:
-        """Those in which a device has at most so many, and the others."""
+        """Yield the divisions in which a device has at most `most` blocks, and the others."""
         yield self._with(device, self.device_low, self.device_high, self.device_low[device], most)
         yield self._with(device, self.device_low, self.device_high, most + 1, self.device_high[device])
 
     def split_slot(self, slot: int, most: int) -> Iterator[DivisionBox]:
-        """Those in which a stage has at most so many, and the others."""
+        """Yield the divisions in which a stage has at most `most` blocks, and the others."""
         for low, high in ((self.low[slot], most), (most + 1, self.high[slot])):
             lows, highs = self.low.copy(), self.high.copy()
             lows[slot], highs[slot] = low, high

@@ -1,11 +1,11 @@
-"""The division of blocks over virtual stages with the shortest step: branch and bound.
+"""Branch and bound for the division of blocks over virtual stages with the shortest step.
 
-Divisions are split into boxes, in each of which a device or a virtual stage has at most, or at least, so many
+Divisions are split into boxes. In each, a device or a virtual stage has at most, or at least, a number of
 blocks (Land and Doig, "An Automatic Method of Solving Discrete Programming Problems", Econometrica 28(3),
-1960); none of a box is faster than its linear programme (linear_bound.py), and a box with one division is
-that division. The box with the least bound is split next, where its programme's solution has parts of blocks:
-first those of a device, whose micro-batches all take longer by them, then those of a virtual stage. All boxes
-share the paths, of which the critical one of each solution is added as long as that makes the bound larger.
+1960). No division of a box is faster than its linear programme (linear_bound.py), and a box with a single
+division is that division. The box with the least bound is split next, where the solution of its programme has
+fractions of blocks: first those of a device, which delay all its micro-batches, then those of a virtual
+stage. All boxes share the paths. The critical path of each solution is added while that raises the bound.
 Whole divisions near each solution are tried as plans.
 """
 
@@ -26,24 +26,24 @@ from .stage_divisions import fit_division, improve_division, round_division
 Division = tuple[tuple[int, ...], StepEstimate]
 
 ROOT_PATHS, BOX_PATHS = 40, 4
-"""Critical paths that are added for all divisions, and for a part of them."""
+"""Most critical paths that are added for the box of all divisions, and for a smaller box."""
 FITTED = 4
-"""Boxes, the first ones, near whose solutions blocks are moved until a division fits."""
+"""Number of first boxes near whose solutions blocks are moved until a division fits."""
 _CLOSE = 1e-8
-"""Of the step of a programme's solution: from there on further paths are not worth while."""
+"""Relative difference to the step of a programme's solution below which further paths do not pay."""
 _GAIN = 1e-8
-"""Of its value, that a path must add."""
+"""Least relative gain of a path."""
 _WHOLE = 1e-4
-"""What is left of a block that is taken for none."""
+"""Fraction of a block that counts as none."""
 _MOST_FORWARDS = 8192
-"""Of steps that are simulated for paths."""
+"""Most forwards of steps that are simulated for paths."""
 _FORWARDS_OF_WORK = 16
-"""That are simulated in the time in which a programme with one more variable is solved."""
+"""Forwards that are simulated in the time of solving a programme with one more variable."""
 
 
 @dataclass(order=True)
 class _Open:
-    """A box that is not yet searched, and a lower bound on its divisions."""
+    """A box that is not searched yet, with a lower bound on its divisions."""
 
     seconds: float
     number: int
@@ -51,9 +51,16 @@ class _Open:
 
 
 class DivisionSearch:
-    """Of one combination, one box at a time. `best`: the fastest division that it tried and that fits;
-    `boxes` that it looked into, and `work`: limits of all programmes that it solved, and what
-    was simulated for their paths."""
+    """Search of the divisions of one combination, one box at a time.
+
+    `best` is the fastest division that was tried and fits, `boxes` the number of boxes searched, and `work`
+    the size of all solved programmes plus the simulations for their paths.
+
+    Args:
+        layers: Costs of the layers.
+        memory_bytes: Bytes that a device may use.
+        any_again: Whether the bounds must hold for any number of recomputed first blocks.
+    """
 
     def __init__(self, layers: LayerTable, memory_bytes: float, *, any_again: bool = False) -> None:
         self.layers, self.memory_bytes = layers, memory_bytes
@@ -69,30 +76,32 @@ class DivisionSearch:
 
     @property
     def bound_seconds(self) -> float:
-        """That no division that fits takes less than."""
+        """Lower bound in seconds on all divisions that fit."""
         return min(self._closed, self._open[0].seconds if self._open else float("inf"))
 
     def advance(self, enough: float) -> None:
-        """Looks into the box with the least bound, if that is below `enough` seconds: divisions are of no use
-        that take so long."""
+        """Search the box with the least bound, if that is below `enough` seconds.
+
+        Divisions that take at least `enough` seconds are of no use.
+        """
         if not self._open or self._open[0].seconds >= enough:
             return
-        own = heapq.heappop(self._open)
+        first = heapq.heappop(self._open)
         self.boxes += 1
-        solution = self._solve(own.box, enough)
+        solution = self._solve(first.box, enough)
         if solution.seconds >= enough:
-            self._closed = min(self._closed, max(solution.seconds, own.seconds))
+            self._closed = min(self._closed, max(solution.seconds, first.seconds))
             return
-        for box in self._parts(own.box, solution):
+        for box in self._parts(first.box, solution):
             if not box.is_empty:
-                self._push(max(own.seconds, solution.seconds), box, enough)
+                self._push(max(first.seconds, solution.seconds), box, enough)
 
     def bound_root(self, enough: float) -> float:
-        """Lower bound on all divisions, without looking into their parts; `enough` as for `advance`."""
+        """Return a lower bound on all divisions without splitting them; see `advance` for `enough`."""
         return self._solve(self.programme.whole_box(), enough).seconds
 
     def _push(self, seconds: float, box: DivisionBox, enough: float) -> None:
-        """A box, or, where it is a single division, what that takes."""
+        """Add a box or, if it is a single division, its step."""
         counts = box.counts
         if counts is None:
             self._number += 1
@@ -103,7 +112,7 @@ class DivisionSearch:
             self._closed = min(self._closed, estimate_stages(self.layers, counts).step_seconds)
 
     def _solve(self, box: DivisionBox, enough: float) -> BoxSolution:
-        """The programme of a box, with critical paths of its solutions, and divisions near them tried."""
+        """Solve the programme of a box, add critical paths of its solutions, and try divisions near them."""
         solution = self._solve_programme(box)
         for _ in range(ROOT_PATHS if self.boxes == 1 else BOX_PATHS):
             if solution.seconds >= enough or not self._paths_help:
@@ -112,8 +121,8 @@ class DivisionSearch:
             pipeline = self._add_path(solution.amounts)
             if (pipeline + update) * (1 - _CLOSE) <= solution.seconds:
                 break
-            before, solution = solution.seconds, self._solve_programme(box)
-            if solution.seconds <= before * (1 + _GAIN):
+            last_seconds, solution = solution.seconds, self._solve_programme(box)
+            if solution.seconds <= last_seconds * (1 + _GAIN):
                 break
         if solution.seconds < enough:
             self._try_near(solution.amounts.sum(axis=0), enough)
@@ -128,14 +137,14 @@ class DivisionSearch:
         return self.programme.solve(box)
 
     def _parts(self, box: DivisionBox, solution: BoxSolution) -> list[DivisionBox]:
-        """Parts of a box, in none of which the solution's amounts are allowed if they are no whole blocks."""
+        """Return parts of a box that exclude the solution's fractional amounts."""
         amounts = solution.amounts.sum(axis=0)
         devices = amounts.reshape(-1, len(box.device_low)).sum(axis=0)
-        for own, split, low, high in (
+        for values, split, low, high in (
             (devices, box.split_device, box.device_low, box.device_high),
             (amounts, box.split_slot, box.low, box.high),
         ):
-            inside = own.clip(low, high)
+            inside = values.clip(low, high)
             rest = np.where(high > low, np.abs(inside - np.round(inside)), 0.0)
             if rest.max() > _WHOLE:
                 place = int(rest.argmax())
@@ -146,7 +155,7 @@ class DivisionSearch:
         return list(box.split_slot(place, most))
 
     def _try_near(self, amounts: Array, enough: float) -> None:
-        """The whole division nearest to these amounts, with blocks moved until it fits."""
+        """Try the whole division nearest to these amounts, with blocks moved until it fits."""
         counts = round_division(self.layers, amounts.tolist())
         if counts in self._trials:
             return
@@ -159,7 +168,7 @@ class DivisionSearch:
             self._try(fitting, enough)
 
     def _try(self, counts: tuple[int, ...], enough: float) -> None:
-        """As a plan, if it may take less than `enough` seconds; and its critical path."""
+        """Try a division as a plan if it may take less than `enough` seconds, and add its critical path."""
         most = enough if self.best is None else min(enough, self.best[1].step_seconds)
         if interleaved_bound(self.layers, counts) >= most:
             return

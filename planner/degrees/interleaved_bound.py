@@ -1,21 +1,24 @@
-"""What no division of a transformer's blocks over the virtual stages of interleaved 1F1B is faster than.
+"""Lower bound on all divisions of a transformer's blocks over virtual stages of interleaved 1F1B.
 
-With v virtual stages on each of p devices, s_k the seconds of a micro-batch in virtual stage k, x_k those of
-passing it on to the next, and T_d those of all virtual stages of device d, for m micro-batches: the first
-forward of chunk j on d waits for the forwards of the virtual stages before it, and for what is passed between
-them; until then d has run at most p forwards of each of its chunks before j, and no backward. After the last
-backward of that chunk the same is true backwards. So for every d and j a step takes at least
+There are v virtual stages on each of p devices, and m micro-batches. s_k is the seconds of a micro-batch in
+virtual stage k, x_k those of its transfer to the next one, and T_d those of all virtual stages of device d.
+The first forward of chunk j on d waits for the forwards of all earlier virtual stages and the transfers
+between them. Until then d has run at most p forwards of each of its chunks before j, and no backward. After
+the last backward of that chunk the same holds in reverse. So for every d and j a step takes at least
 
     m T_d + sum of s_k + 2 x_k, k < j p + d - p (sum of s_(i p + d), i < j)
 
-and the longest update: `interleaved_bound` of a division. Every division takes no less than any weighted
-mean of these, in which every second of a block counts at least as often as where that is least: of all
-chunks, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device, of the last chunk of
-every device, which waits for most transfers, and of both (`mean_interleaved`). And it takes no less than what
-whole blocks allow: device d takes m T_d and its own update, and waits for the embedding, the blocks that the
-virtual stages between must have, and the transfers; each of its virtual stages has as many blocks as it must
-have, as many blocks run again as its memory asks, and the devices must have room for all blocks of both kinds
-together (`least_interleaved`).
+plus the longest update: `interleaved_bound` of a division.
+
+Every division takes no less than any weighted mean of these bounds, with every second of a block counted as
+often as in the virtual stage where it counts least (`mean_interleaved`). Three kinds of weights are used:
+over all chunks, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device; over the last
+chunk of every device, which waits for most transfers; and mixtures of both.
+
+Every division also takes no less than whole blocks allow (`least_interleaved`). Device d takes m T_d and its
+update, and waits for the embedding, the fewest blocks of the virtual stages before it, and the transfers.
+Each of its virtual stages has its fewest blocks, and recomputes as many as its memory requires. All devices
+together must have room for all blocks of both kinds.
 """
 
 from __future__ import annotations
@@ -35,63 +38,65 @@ Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 MEANS = 5
-"""Of the bounds of all virtual stages and of the last ones, that are tried."""
+"""Number of mixtures of the bounds of all virtual stages and of the last ones."""
 
 
 def interleaved_bound(layers: LayerTable, counts: Sequence[int]) -> float:
-    """Seconds that a division of virtual stages takes at least; see the top of this file."""
+    """Return the lower bound in seconds on a division that the module's docstring defines."""
     stages, ranges = layers.degrees.pipeline, block_ranges(counts)
-    seconds = [layers.seconds(own, slot).both for slot, own in enumerate(ranges)]
+    seconds = [layers.seconds(blocks, slot).both for slot, blocks in enumerate(ranges)]
     passes = [2 * layers.transfer_seconds(slot) for slot in range(len(seconds) - 1)]
-    before = [0.0, *accumulate(map(add, seconds, passes))]
+    arrival = [0.0, *accumulate(map(add, seconds, passes))]
     pipeline = 0.0
     for device in range(stages):
-        own = seconds[device::stages]
-        earlier = [0.0, *accumulate(own)]
-        waits = (before[chunk * stages + device] - stages * earlier[chunk] for chunk in range(len(own)))
-        pipeline = max(pipeline, layers.setting.micro_batches * sum(own) + max(waits))
+        blocks = seconds[device::stages]
+        earlier = [0.0, *accumulate(blocks)]
+        waits = (arrival[chunk * stages + device] - stages * earlier[chunk] for chunk in range(len(blocks)))
+        pipeline = max(pipeline, layers.setting.micro_batches * sum(blocks) + max(waits))
     updates = (layers.update_seconds(layers.own_blocks(ranges, device), device) for device in range(stages))
     return pipeline + max(updates)
 
 
 def mean_interleaved(layers: LayerTable) -> float:
-    """Seconds of all micro-batches that no division takes less than: the mean of the bounds by device and
-    chunk, as the top of this file says."""
+    """Return a lower bound in seconds on all divisions: a mean of the bounds by device and chunk."""
     setting = layers.setting
     times, transfers = _mean_times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
     fixed = {slot: layers.fixed_seconds(slot) for slot in layers.fixed_slots}
     blocks = layers.whole_seconds - sum(fixed.values())
-    own = times[:, list(fixed)] @ np.array(list(fixed.values()))
+    fixed_means = times[:, list(fixed)] @ np.array(list(fixed.values()))
     passes = 2 * layers.transfer_seconds(0) * transfers
-    return float((own + times.min(axis=1) * blocks + passes).max())
+    return float((fixed_means + times.min(axis=1) * blocks + passes).max())
 
 
 @lru_cache(maxsize=4096)
 def _mean_times(stages: int, virtual: int, count: int) -> tuple[Array, Array]:
-    """How often each of several means counts a second of each virtual stage, and how many transfers in either
-    direction it waits for."""
+    """Return how often several means count a second of each virtual stage, and the transfers they wait for.
+
+    Transfers are counted in one direction.
+    """
     weights: Array = (1 - 1 / (virtual * count)) ** -np.arange(stages, dtype=np.float64)
     weights /= weights.sum()
     even, devices = np.full(stages, 1 / stages), np.arange(stages)
     later = (virtual - 1 - np.arange(virtual))[:, None] / virtual
-    every = count * weights + _behind(weights) / virtual + later * (1 - stages * weights)
+    all_chunks = count * weights + _behind(weights) / virtual + later * (1 - stages * weights)
     last = np.full((virtual, stages), count / stages)
     last[-1] += _behind(even)
     hops = weights @ devices + stages * (virtual - 1) / 2, even @ devices + stages * (virtual - 1)
     share = np.linspace(0, 1, MEANS)[:, None]
-    times = share * every.reshape(-1) + (1 - share) * last.reshape(-1)
+    times = share * all_chunks.reshape(-1) + (1 - share) * last.reshape(-1)
     return times, share[:, 0] * hops[0] + (1 - share[:, 0]) * hops[1]
 
 
 def _behind(weights: Array) -> Array:
-    """Of each device the weights of those behind it."""
+    """Return, for each device, the sum of the weights of the later devices."""
     return np.asarray(weights.sum() - np.cumsum(weights))
 
 
 def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
-    """Seconds that no division of virtual stages that fits takes less than, by what whole blocks allow: every
-    device has the blocks that it must have, and all together have room for all, each for so many of the one
-    kind with so many of the other; inf where there is no room."""
+    """Return a lower bound in seconds on all divisions that fit, by what whole blocks allow.
+
+    Inf if none fits.
+    """
     kinds = sorted(layers.blocks, key=layers.shape.routed.count)
     most = [layers.shape.routed.count(kind) for kind in kinds]
     # By blocks of the rarer kind, if there are two, and of the other.
@@ -112,62 +117,78 @@ def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
 
 
 def _has_room(allowed: npt.NDArray[np.bool_]) -> bool:
-    """Whether devices that may each have so many blocks of the one kind beside so many of the other (device,
-    one kind, other kind) have room for all."""
-    every = allowed.shape[2] - 1
-    others = np.where(allowed.any(axis=2), every - allowed[:, :, ::-1].argmax(axis=2), -np.inf)
-    together = others[0]
-    for own in others[1:]:
-        together = np.array([(together[: n + 1] + own[n::-1]).max() for n in range(len(own))])
-    return bool(together[-1] >= every)
+    """Return whether devices with these allowed block counts have room for all blocks.
+
+    `allowed` is a (device, blocks of one kind, blocks of the other kind) mask.
+    """
+    most = allowed.shape[2] - 1
+    most_others = np.where(allowed.any(axis=2), most - allowed[:, :, ::-1].argmax(axis=2), -np.inf)
+    together = most_others[0]
+    for device_others in most_others[1:]:
+        together = np.array(
+            [(together[: n + 1] + device_others[n::-1]).max() for n in range(len(device_others))]
+        )
+    return bool(together[-1] >= most)
 
 
 def _device_seconds(
     layers: LayerTable, device: int, numbers: Mapping[bool, Counts], memory_bytes: float
 ) -> Array:
-    """That a step takes at least with so many blocks of each kind on a device, in whatever virtual stages
-    they lie; infinite where they do not fit, or are fewer than there must be."""
+    """Return least seconds of a step by the blocks of each kind on a device, in whatever virtual stages.
+
+    They are inf if the blocks do not fit, or are fewer than the fewest allowed.
+    """
     slots = range(device, layers.slots, layers.degrees.pipeline)
     fewest = [layers.fewest_blocks[slot] for slot in slots]
-    again = layers.least_blocks_again(numbers, device, memory_bytes)
-    allowed = (_total(numbers) >= sum(fewest)) & np.isfinite(again)
+    recomputed = layers.least_blocks_again(numbers, device, memory_bytes)
+    allowed = (_total(numbers) >= sum(fewest)) & np.isfinite(recomputed)
     once, more = layers.least_block_seconds
-    own = sum(map(layers.fixed_seconds, slots)) + _total(numbers, once)
-    own += more * np.maximum(np.where(allowed, again, 0), _first_blocks(layers, _total(numbers), sum(fewest)))
+    computing = sum(map(layers.fixed_seconds, slots)) + _total(numbers, once)
+    computing += more * np.maximum(
+        np.where(allowed, recomputed, 0), _first_blocks(layers, _total(numbers), sum(fewest))
+    )
     update = np.maximum(device_update_seconds(layers, numbers, slots), layers.least_update_seconds)
     block = min(once[kind] for kind in layers.blocks) + more * layers.setting.recomputed(1)
-    own = least_wait(layers, device, block) + layers.setting.micro_batches * own
-    return np.where(allowed, own + update, np.inf)
+    computing = least_wait(layers, device, block) + layers.setting.micro_batches * computing
+    return np.where(allowed, computing + update, np.inf)
 
 
 def least_wait(layers: LayerTable, device: int, block: float) -> float:
-    """Seconds that a device waits for the first micro-batch, and behind the last, where a block takes no less
-    than these: of the embedding, the blocks that virtual stages between must have, and the transfers."""
+    """Return the seconds that a device waits for the first micro-batch and after the last one.
+
+    They are those of the embedding, the fewest blocks of the virtual stages before it, each of at least
+    `block` seconds, and the transfers.
+    """
     wait = layers.fixed_seconds(0) + sum(layers.fewest_blocks[1:device]) * block if device else 0.0
     return wait + 2 * device * layers.transfer_seconds(0)
 
 
 def _total(numbers: Mapping[bool, Counts], each: Mapping[bool, float] | None = None) -> Array:
-    """Of so many blocks of each kind their number, or the sum of what each has."""
-    parts = (own * (1.0 if each is None else each[kind]) for kind, own in numbers.items())
+    """Return the number of blocks of all kinds, or the sum of what `each` has."""
+    parts = (count * (1.0 if each is None else each[kind]) for kind, count in numbers.items())
     return np.asarray(sum(parts), dtype=np.float64)
 
 
 def _first_blocks(layers: LayerTable, number: Array, stages: int) -> Array:
-    """How many of so many blocks at least run again as the first ones of virtual stages, of which so many
-    must have one."""
+    """Return the fewest recomputed blocks of `number` blocks in `stages` virtual stages."""
     setting, rest = layers.setting, max(stages - 1, 0)
     return rest * setting.recomputed(1) + np.minimum(number - rest, setting.recomputed(layers.shape.blocks))
 
 
 def device_update_seconds(layers: LayerTable, numbers: Mapping[bool, Counts], slots: range) -> Array:
-    """Least update seconds of a device with these virtual stages and so many blocks of each kind."""
+    """Return the least update seconds of a device with these virtual stages and blocks of each kind.
+
+    Args:
+        layers: Costs of the layers.
+        numbers: Blocks by kind.
+        slots: Virtual stages of the device.
+    """
     fixed = [layers.parameters(range(0), slot) for slot in slots]
     blocks = layers.block_parameters
-    dense = sum(own.dense for own in fixed) + _total(
-        numbers, {kind: own.dense for kind, own in blocks.items()}
+    dense = sum(parameters.dense for parameters in fixed) + _total(
+        numbers, {kind: parameters.dense for kind, parameters in blocks.items()}
     )
-    experts = _total(numbers, {kind: own.routed for kind, own in blocks.items()})
+    experts = _total(numbers, {kind: parameters.routed for kind, parameters in blocks.items()})
     seconds = np.zeros_like(dense)
     for counts, line in zip((dense, experts), layers.update_lines, strict=True):
         seconds += np.where(counts > 0, line.start + line.slope * counts, 0.0)

@@ -1,4 +1,4 @@
-"""A division of a transformer's layers that is given, at the degrees of parallelism that suit it best."""
+"""Estimate of a given division of a transformer's layers, at the degrees of parallelism that suit it best."""
 
 from __future__ import annotations
 
@@ -27,19 +27,34 @@ def estimate_layout(
     memory_bytes: float,
     predictor_offset: int = 0,
 ) -> DegreePlan:
-    """The plan with so many blocks on each (virtual) stage and the shortest step of all other degrees, micro-
-    batch sizes and recomputation that the options allow and that fit; where nothing fits, that which needs
-    least memory. Partial recomputation is tried with one block of each stage, and only if the options ask for
-    it. The options' predictors are so many stages before the last.
-    Raises UsageError where nothing is possible."""
+    """Return the plan of a given division with the shortest step over all other degrees that fit.
+
+    If nothing fits, it is the plan that needs the least memory. Partial recomputation is tried with one block
+    per stage, and only if the options ask for it.
+
+    Args:
+        shape: The transformer.
+        counts: Blocks of each (virtual) stage.
+        pipeline: Number of pipeline stages.
+        devices: Number of devices.
+        costs: Costs of kernels and communication.
+        options: Allowed degrees, and the training setting.
+        memory_bytes: Bytes that a device may use.
+        predictor_offset: Stages from that of the predictors to the last.
+
+    Raises:
+        UsageError: Nothing is possible.
+    """
     best: DegreePlan | None = None
-    for one in _combinations(shape, len(counts) // pipeline, pipeline, devices, options):
-        setting = replace(one.setting, predictor_offset=predictor_offset)
-        layers = LayerTable(shape, one.degrees, setting, costs)
+    for combination in _combinations(shape, len(counts) // pipeline, pipeline, devices, options):
+        setting = replace(combination.setting, predictor_offset=predictor_offset)
+        layers = LayerTable(shape, combination.degrees, setting, costs)
         peak = layers.peak_bytes(counts)
         if best is not None and not _may_be_better(layers, counts, peak, best, memory_bytes):
             continue
-        plan = DegreePlan(one.degrees, setting, tuple(counts), estimate_stages(layers, counts), layers)
+        plan = DegreePlan(
+            combination.degrees, setting, tuple(counts), estimate_stages(layers, counts), layers
+        )
         if best is None or _rank(plan, memory_bytes) < _rank(best, memory_bytes):
             best = plan
     if best is None:
@@ -52,7 +67,7 @@ def estimate_layout(
         if flat is not None:
             raise UsageError(
                 f"mini_batch={options.mini_batch}: makes no multiple of {pipeline} micro-batches",
-                "Interleaved stages need one.",
+                "Use another global batch: interleaved stages need such a multiple.",
             )
         raise nothing_possible(shape, devices, replace(options, pp=(pipeline,)))
     return best
@@ -63,11 +78,11 @@ def _combinations(
 ) -> Iterator[Combination]:
     is_partial = options.recompute == "partial"
     recompute = "full" if is_partial else options.recompute
-    own = replace(options, pp=(pipeline,), virtual_stages=(virtual,), recompute=recompute)
-    for one in list_combinations(shape, devices, own):
-        if one.recompute_blocks is None and not one.setting.predictor_offset:
-            setting = replace(one.setting, recompute_blocks=1) if is_partial else one.setting
-            yield Combination(one.degrees, setting)
+    restricted = replace(options, pp=(pipeline,), virtual_stages=(virtual,), recompute=recompute)
+    for combination in list_combinations(shape, devices, restricted):
+        if combination.recompute_blocks is None and not combination.setting.predictor_offset:
+            setting = replace(combination.setting, recompute_blocks=1) if is_partial else combination.setting
+            yield Combination(combination.degrees, setting)
 
 
 def _may_be_better(

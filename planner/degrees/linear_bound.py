@@ -3,8 +3,8 @@
 A box (division_box.py) limits the blocks of each virtual stage and of each device. The programme splits
 blocks into parts of any size. Symbols:
 
-- `x[r, k]`: blocks of row r on virtual stage k. A row is a kind of block, once for blocks that are recomputed
-  and once for the others if a stage recomputes its first blocks only.
+- `x[r, k]`: blocks of row r on virtual stage k. A row is a kind of block. If a stage recomputes its first
+  blocks only, each kind has two rows: for recomputed blocks and for the others.
 - `P`: seconds of the pipeline, `U`: seconds of the update of the weights.
 
     minimize    P + U
@@ -56,8 +56,7 @@ _FAR = 1e6
 
 @dataclass(frozen=True, eq=False)
 class BoxSolution:
-    """Lower bound on the `seconds` of the divisions of a box, and the `amounts` of blocks by row and virtual
-    stage of the programme's solution."""
+    """Lower bound in `seconds` on the divisions of a box, and the `amounts` of blocks by row and stage."""
 
     seconds: float
     amounts: Array
@@ -66,19 +65,21 @@ class BoxSolution:
 class DivisionProgramme:
     """Linear programme of all divisions of a combination with virtual stages.
 
-    `any_again`: where only first blocks of a stage run again, of any number of them, so that it holds for
-    every `recompute_blocks`.
+    Args:
+        layers: Costs of the layers.
+        memory_bytes: Bytes that a device may use.
+        any_again: Whether it must hold for every number of recomputed first blocks (`recompute_blocks`).
     """
 
     def __init__(self, layers: LayerTable, memory_bytes: float, *, any_again: bool = False) -> None:
         self.layers = layers
         setting, slots = layers.setting, layers.slots
         self._kinds = sorted(layers.blocks)
-        every = layers.shape.blocks
-        self._most = setting.recomputed(every) if setting.recomputed(every) < every else 0
+        all_blocks = layers.shape.blocks
+        self._most = setting.recomputed(all_blocks) if setting.recomputed(all_blocks) < all_blocks else 0
         self._limits_again = self._most > 0 and not any_again
-        again = (True, False) if self._most else (bool(setting.recomputed(every)),)
-        self._rows = [(kind, own) for own in again for kind in self._kinds]
+        modes = (True, False) if self._most else (bool(setting.recomputed(all_blocks)),)
+        self._rows = [(kind, own) for own in modes for kind in self._kinds]
         self._seconds = np.array([layers.block_seconds(kind, again=own) for kind, own in self._rows])
         parts = [[(0, PassSeconds(0.0, 0.0)), *layers.fixed_parts(slot)] for slot in range(slots)]
         self._fixed = np.array([[sum(n * own[way] for n, own in each) for each in parts] for way in (0, 1)])
@@ -107,7 +108,7 @@ class DivisionProgramme:
         self._add_rows(-paths.reshape(len(times), -1), constants, np.inf, pipeline=1.0)
 
     def whole_box(self) -> DivisionBox:
-        """All divisions."""
+        """Return the box of all divisions."""
         setting, slots = self.layers.setting, self.layers.slots
         blocks = self.layers.shape.blocks
         most = [blocks if slot in setting.block_slots(slots) else 0 for slot in range(slots)]
@@ -157,15 +158,18 @@ class DivisionProgramme:
         return float(terms.sum() - _ROUNDING * np.abs(terms).sum())
 
     def add_path(self, seconds: Array) -> float:
-        """Adds the critical path of the step whose virtual stages take so long, forward and backward (2,
-        slots); the seconds of its pipeline."""
+        """Add the critical path of a simulated step, and return the seconds of its pipeline.
+
+        Args:
+            seconds: (2, slots) forward and backward seconds of the virtual stages.
+        """
         layers, stages = self.layers, self.layers.degrees.pipeline
         virtual = layers.setting.virtual_stages
         program = pipeline_program(stages, layers.setting.micro_batches, virtual)
         costs = pipeline_costs([PassSeconds(*own) for own in seconds.T], self._transfers.tolist(), virtual)
         timeline = simulate(program, costs)
         counts = count_critical_path(program, timeline.run, np.zeros(layers.slots))
-        # From a device's virtual stages one after another to the order in which a micro-batch meets them.
+        # Reorder from the virtual stages of each device to the order in which a micro-batch meets them.
         actions = counts.actions[:, :2].reshape(stages, virtual, 2).swapaxes(0, 1).reshape(-1, 2).T
         if counts.key not in self._keys:
             self._keys.add(counts.key)
@@ -175,19 +179,19 @@ class DivisionProgramme:
         return float(timeline.step_seconds)
 
     def stage_seconds(self, amounts: Array) -> Array:
-        """Of virtual stages with so much of each row, forward and backward."""
+        """Return the (2, slots) forward and backward seconds of virtual stages with these amounts."""
         return np.asarray(self._fixed + self._seconds.T @ amounts)
 
     def whole_amounts(self, counts: Sequence[int]) -> Array:
-        """By row and virtual stage, of a division."""
+        """Return the amounts of blocks by row and virtual stage of a whole division."""
         setting, amounts = self.layers.setting, np.zeros((len(self._rows), len(counts)))
-        for slot, own in enumerate(block_ranges(counts)):
-            first = setting.recomputed(len(own)) if self._most else 0
-            middle = own.start + first
-            for row, (kind, again) in enumerate(self._rows):
-                before = self._before[self._kinds.index(kind)]
-                ends = (own.start, middle) if again and self._most else (middle, own.stop)
-                amounts[row, slot] = before[ends[1]] - before[ends[0]]
+        for slot, blocks in enumerate(block_ranges(counts)):
+            first = setting.recomputed(len(blocks)) if self._most else 0
+            middle = blocks.start + first
+            for row, (kind, is_recomputed) in enumerate(self._rows):
+                running = self._before[self._kinds.index(kind)]
+                ends = (blocks.start, middle) if is_recomputed and self._most else (middle, blocks.stop)
+                amounts[row, slot] = running[ends[1]] - running[ends[0]]
         return amounts
 
     def _add_rows(
@@ -208,10 +212,10 @@ class DivisionProgramme:
         self._solver.addRows(len(rows), low, high, len(columns), starts, columns, rows[places, columns])
 
     def _group_masks(self) -> Array:
-        """Groups of blocks whose number a box limits, as masks of shape (groups, rows x virtual stages).
+        """Return the groups of blocks that a box limits, as (groups, rows x virtual stages) masks.
 
-        A group is all of a virtual stage, all of a device, those of one kind in a virtual stage, or those in
-        it that are recomputed, or are not.
+        A group is a whole virtual stage, a whole device, one kind of block in a virtual stage, or its
+        recomputed or other blocks.
         """
         rows, slots, stages = len(self._rows), self.layers.slots, self.layers.degrees.pipeline
         every = np.eye(slots, dtype=bool)
@@ -224,7 +228,7 @@ class DivisionProgramme:
         return np.concatenate(masks).astype(np.float64)
 
     def _group_limits(self, box: DivisionBox) -> tuple[Array, Array]:
-        """Fewest and most blocks of each group."""
+        """Return the fewest and most blocks of each group."""
         low, high = [box.low, box.device_low], [box.high, box.device_high]
         if len(self._kinds) > 1:
             first, last = box.places()
@@ -239,7 +243,7 @@ class DivisionProgramme:
         return np.concatenate(low).astype(np.float64), np.concatenate(high).astype(np.float64)
 
     def _updates(self) -> tuple[Array, Array]:
-        """Terms of the update that virtual stages add, of the mean device and of each, and the rest.
+        """Return the update terms of virtual stages, for the mean device and each device, and the rest.
 
         A device may have no experts.
         """
@@ -257,8 +261,7 @@ class DivisionProgramme:
         return np.array(slopes).reshape(len(slopes), -1), np.array(least)
 
     def _memory(self, memory_bytes: float) -> tuple[Array, Array]:
-        """Of each peak of each device the gigabytes that a block of each row needs in each virtual stage, and
-        those that there are."""
+        """Return needed gigabytes per block by row and stage, and available ones, for each memory peak."""
         layers, stages = self.layers, self.layers.degrees.pipeline
         needs, rooms = [], []
         for device in range(stages) if np.isfinite(memory_bytes) else ():
@@ -283,7 +286,7 @@ def _new_solver(costs: Array) -> Any:
 
 @lru_cache(maxsize=256)
 def _times(stages: int, virtual: int, count: int) -> Array:
-    """How often the bound of each virtual stage counts a second of each: `interleaved_bound`."""
+    """Return how often the bound of each virtual stage counts a second of each, see `interleaved_bound`."""
     slots = np.arange(stages * virtual)
     same, earlier = slots[:, None] % stages == slots % stages, slots < slots[:, None]
     return np.asarray(count * same + earlier - stages * (same & earlier), dtype=np.float64)

@@ -1,24 +1,24 @@
-"""What no pipeline with degrees of its own for each stage is faster than.
+"""Lower bound on pipelines whose stages have different degrees.
 
 **The bound of a pipeline** under 1F1B. Stage s takes f and b seconds for a micro-batch, and e and l over the
-cuts before and behind it, in either direction; k stages are behind it, and m micro-batches go through. Sends
-and receives block: s begins nothing after a forward until l has passed, and nothing after a backward until e
-has. Its first forward waits for the forwards of the stages before, and after its last backward follow theirs,
-so that with A the seconds of a micro-batch in the stages before s and over the cuts up to s, forwards and
-backwards, a step takes A - e + m (f + b + e + l), the last e being part of A. More, where s idles: with D the
-seconds from the end of a forward of s until the gradient is back at s, the first backward begins f + D after
-the first forward began, and s has run k + 1 forwards until then; and likewise the last backward, f + D after
-the last forward began, after k backwards:
+cuts before and after it, in either direction. k stages follow it, and m micro-batches go through. Sends and
+receives block: s starts nothing after a forward until l has passed, and nothing after a backward until e has.
+Its first forward waits for the forwards of the earlier stages, and their backwards follow its last backward.
+Let A be the seconds of a micro-batch in the earlier stages and over the cuts up to s, forwards and backwards.
+Then a step takes A - e + m (f + b + e + l), where the last e is part of A. It takes longer if s idles. Let D
+be the seconds from the end of a forward of s until the gradient is back at s. The first backward begins f + D
+after the first forward began, and s has run k + 1 forwards until then. Likewise, the last backward begins
+f + D after the last forward began, and s has run k backwards in between:
 
     A - e + m (f + b + e + l) + max(0, f + D - (k + 1) (f + l)) + max(0, D - l - k (b + e))
 
-With fewer micro-batches than k + 2 the two overlap, k is at most m - 1, and the longer one counts. A step is
-no shorter than this of any of its stages, each with its own update of the weights.
+With fewer micro-batches than k + 2 the two idle times overlap, k is at most m - 1, and the longer one counts.
+A step is no shorter than this bound for any of its stages, each with its update of the weights.
 
-**Of all pipelines** a programme over the stages from the last to the first, by the devices a stage has and
-the block it begins with, finds the least D that can be behind it, and with it the least of these bounds of
-the stages from there on, each with the fastest cut there can be. A stage that alone makes the step longer
-than a plan that is there is left out.
+**The bound of all pipelines.** A dynamic programme from the last stage to the first, over the devices of a
+stage and the block with which it begins, finds the least D that can follow it. With it, it finds the least of
+these bounds of the stages from there on, each with the fastest possible cut. Stages that alone make the step
+longer than a known plan are left out.
 """
 
 from __future__ import annotations
@@ -35,26 +35,31 @@ from ...cost_models.topology import Topology
 from .stage_degree_table import FIRST, LAST, MIDDLE, Array, BlockRuns, StageDegreeTable
 
 MOST_PARTS = 64
-"""Of more devices a stage has whole parts, as many as divide them and are no more than these."""
+"""Most parts into which the devices are divided. With more devices, a stage has whole parts."""
 
 
 class DeviceSlot(NamedTuple):
-    """Devices that a stage may have: `size` from the rank `first` on."""
+    """Devices of a stage: `size` devices from rank `first` on."""
 
     first: int
     size: int
 
     @property
     def end(self) -> int:
-        """The rank behind the last."""
+        """Rank after the last device."""
         return self.first + self.size
 
 
 def stage_slots(topology: Topology) -> list[DeviceSlot]:
-    """All of them: of each level of the topology a stage is inside one group, or has whole groups, so that
-    its devices are joined as the first ones are."""
+    """Return all device slots.
+
+    On each level of the topology, a slot lies inside one group or consists of whole groups, so that its
+    devices are linked like the first ones.
+    """
     devices = topology.gpus
-    part = next(own for own in range(1, devices + 1) if devices % own == 0 and devices // own <= MOST_PARTS)
+    part = next(
+        count for count in range(1, devices + 1) if devices % count == 0 and devices // count <= MOST_PARTS
+    )
     return [
         DeviceSlot(first, count)
         for count in range(part, devices, part)
@@ -64,11 +69,15 @@ def stage_slots(topology: Topology) -> list[DeviceSlot]:
 
 
 def check_device_parts(topology: Topology) -> None:
-    """Raises UsageError for several devices of which no stage may have a part."""
+    """Check that stages may have a part of the devices.
+
+    Raises:
+        UsageError: They may not.
+    """
     if topology.gpus > 1 and not stage_slots(topology):
         raise UsageError(
-            f"by_stage: {topology.gpus} devices have no equal parts for stages of their own",
-            f"Omit `by_stage`, or give up to {MOST_PARTS} devices, or such as divide into so many parts.",
+            f"by_stage: {topology.gpus} devices do not divide into at most {MOST_PARTS} equal parts",
+            f"Omit `by_stage`, or use at most {MOST_PARTS} devices, or a number with a suitable divisor.",
         )
 
 
@@ -81,8 +90,19 @@ def _is_even(first: int, count: int, size: int) -> bool:
 def stage_bound(
     forward: Any, backward: Any, enter: Any, leave: Any, behind: Any, after: int, micro_batches: int
 ) -> Any:
-    """Seconds of a pipeline that one of its stages tells of, but for those of the stages before it; the top
-    of this file says which. Of arrays, of each."""
+    """Return the bound of a pipeline by one of its stages, without the earlier stages.
+
+    The module's docstring defines it. Arguments may be arrays.
+
+    Args:
+        forward: Forward seconds f of the stage.
+        backward: Backward seconds b.
+        enter: Seconds e over the cut before it.
+        leave: Seconds l over the cut after it.
+        behind: Seconds D of the stages after it.
+        after: Number k of stages after it.
+        micro_batches: Number m of micro-batches.
+    """
     ahead = min(after, micro_batches - 1)
     first = forward + behind - (ahead + 1) * (forward + leave)
     last = behind - leave - ahead * (backward + enter)
@@ -95,8 +115,16 @@ def stage_bound(
 
 @dataclass(frozen=True, eq=False)
 class DegreeTables:
-    """Of one size of micro-batches, `micro_batches` of them: the degrees that so many devices may have, and
-    what their stages take. `token_bytes`: of all that crosses a cut."""
+    """Degrees and costs of stages for one micro-batch size.
+
+    Attributes:
+        topology: Devices and links.
+        runs: Runs of blocks.
+        by_count: By number of devices, the costs with each of the possible degrees.
+        micro_batches: Number of micro-batches.
+        samples: Samples of a micro-batch.
+        token_bytes: Bytes of all tokens that cross a cut.
+    """
 
     topology: Topology
     runs: BlockRuns
@@ -106,16 +134,19 @@ class DegreeTables:
     token_bytes: float
 
     def cut_seconds(self, before: DeviceSlot, after: DeviceSlot) -> float:
-        """At least, whatever the degrees: a device of the smaller stage sends or receives its share of all
-        tokens over the fastest link across the cut."""
+        """Return the least seconds over the cut between two stages, for any degrees.
+
+        A device of the smaller stage sends or receives its share of all tokens over the fastest link across
+        the cut.
+        """
         return self._share_seconds(after.first, min(before.size, after.size))
 
     def enter_seconds(self, slot: DeviceSlot) -> float:
-        """Over the cut before a stage, at least, whatever is before it."""
+        """Return the least seconds over the cut before a stage, for any previous stage."""
         return self._share_seconds(slot.first, slot.size) if slot.first else 0.0
 
     def leave_seconds(self, slot: DeviceSlot) -> float:
-        """Over the cut behind a stage, at least, whatever is behind it."""
+        """Return the least seconds over the cut after a stage, for any next stage."""
         return self._share_seconds(slot.end, slot.size) if slot.end < self.topology.gpus else 0.0
 
     def _share_seconds(self, rank: int, devices: int) -> float:
@@ -124,8 +155,10 @@ class DegreeTables:
 
 
 class _StageArrays:
-    """Of the stages of so many devices with so many stages behind them: seconds by degrees, first block and
-    the one behind the last."""
+    """Seconds of stages by degrees, first block and the block after the last.
+
+    All have the same number of devices, and the same number of stages after them.
+    """
 
     def __init__(self, tables: Sequence[StageDegreeTable], runs: BlockRuns, role: int, after: int) -> None:
         number = {FIRST: runs.number[:1], MIDDLE: runs.number, LAST: runs.number[:, -1:]}[role]
@@ -134,17 +167,25 @@ class _StageArrays:
             [table.backward[role, after] for table in tables],
             [table.update[role] for table in tables],
         )
-        # Without a run: no stage.
-        padded = (np.pad(own, ((0, 0), (0, 1)), constant_values=np.inf) for own in map(np.array, columns))
-        self.forward, self.backward, self.update = (own[:, number] for own in padded)
+        # A run number of -1 selects the padding: no stage.
+        padded = (
+            np.pad(column, ((0, 0), (0, 1)), constant_values=np.inf) for column in map(np.array, columns)
+        )
+        self.forward, self.backward, self.update = (column[:, number] for column in padded)
 
 
 class PipelineBounds:
-    """Least seconds of the stages from one on, by the stages behind it, its devices and its first block.
+    """Least seconds of the stages from one on, by the stages after it, its devices and its first block.
 
-    `least_behind` and `least_step` (by stages behind, by slot: by the first block behind the slot's stage):
-    the seconds until a micro-batch's gradient is back, and those of a step that the stages behind tell of.
-    `roots`: by number of stages the bound of all pipelines; inf where none is shorter than `most_seconds`."""
+    `least_behind` and `least_step`, by stages after and by slot, are arrays by the first block after the
+    slot's stage: seconds until a micro-batch's gradient is back, and the bound on the step by the later
+    stages. `roots` are the bounds of all pipelines by number of stages; inf if none is below `most_seconds`.
+
+    Args:
+        tables: Costs of stages.
+        most_stages: Most stages.
+        most_seconds: Seconds that a pipeline must be faster than.
+    """
 
     def __init__(self, tables: DegreeTables, most_stages: int, most_seconds: float) -> None:
         self.tables, self.most_seconds = tables, most_seconds
@@ -165,24 +206,28 @@ class PipelineBounds:
             rest = self._stages(after, LAST if after == 0 else MIDDLE)
 
     def _add_exits(self, after: int, rest: dict[DeviceSlot, tuple[Array, Array]]) -> None:
-        """Of the slots with so many stages behind them, from those of one less."""
-        behind, step = dict[DeviceSlot, Array](), dict[DeviceSlot, Array]()
+        """Add the entries for slots with `after` stages after them, from those with one less."""
+        least_behind, step = dict[DeviceSlot, Array](), dict[DeviceSlot, Array]()
         for slot in self.slots:
             if after == 0 and slot.end == self.tables.topology.gpus:
-                behind[slot], step[slot] = self._end, self._end
-            following = [own for own in self.by_first[slot.end] if own in rest] if after else []
+                least_behind[slot], step[slot] = self._end, self._end
+            following = (
+                [next_slot for next_slot in self.by_first[slot.end] if next_slot in rest] if after else []
+            )
             if following:
-                cuts = [2 * self.tables.cut_seconds(slot, own) for own in following]
-                behind[slot], step[slot] = (
-                    np.min([cut + rest[own][part] for cut, own in zip(cuts, following, strict=True)], axis=0)
+                cuts = [2 * self.tables.cut_seconds(slot, next_slot) for next_slot in following]
+                least_behind[slot], step[slot] = (
+                    np.min(
+                        [cut + rest[next_slot][part] for cut, next_slot in zip(cuts, following, strict=True)],
+                        axis=0,
+                    )
                     for part in (0, 1)
                 )
-        self.least_behind.append(behind)
+        self.least_behind.append(least_behind)
         self.least_step.append(step)
 
     def _stages(self, after: int, role: int) -> dict[DeviceSlot, tuple[Array, Array]]:
-        """By slot, of the stages from it on and by first block: the least seconds of a micro-batch, and of a
-        step."""
+        """Return, by slot, the least seconds of a micro-batch and of a step from it on, by first block."""
         rest: dict[DeviceSlot, tuple[Array, Array]] = {}
         arrays: dict[int, _StageArrays] = {}
         for slot in self.least_behind[after]:
@@ -195,26 +240,26 @@ class PipelineBounds:
                 rest[slot] = both, step
         return rest
 
-    def _slot_seconds(self, slot: DeviceSlot, own: _StageArrays, after: int) -> tuple[Array, Array]:
-        behind, step = self.least_behind[after][slot], self.least_step[after][slot]
-        if own.forward.shape[2] == 1:
-            behind, step = behind[-1:], step[-1:]
+    def _slot_seconds(self, slot: DeviceSlot, stage: _StageArrays, after: int) -> tuple[Array, Array]:
+        least_behind, step = self.least_behind[after][slot], self.least_step[after][slot]
+        if stage.forward.shape[2] == 1:
+            least_behind, step = least_behind[-1:], step[-1:]
         enter, leave = self.tables.enter_seconds(slot), self.tables.leave_seconds(slot)
-        both = own.forward + own.backward
+        both = stage.forward + stage.backward
         with np.errstate(invalid="ignore"):
-            alone = own.update + stage_bound(
-                own.forward, own.backward, enter, leave, behind, after, self.tables.micro_batches
+            alone = stage.update + stage_bound(
+                stage.forward, stage.backward, enter, leave, least_behind, after, self.tables.micro_batches
             )
         long = ~(alone < self.most_seconds)
-        together = np.where(long, np.inf, both + behind).min(axis=(0, 2))
+        together = np.where(long, np.inf, both + least_behind).min(axis=(0, 2))
         latest = np.where(long, np.inf, np.maximum(alone, both + step)).min(axis=(0, 2))
         return together, latest
 
     def _root(self, after: int) -> float:
-        """Of the pipelines of so many stages and one more."""
+        """Return the bound of pipelines with `after` + 1 stages."""
         least = float("inf")
         for slot in self.by_first[0]:
             if slot in self.least_behind[after]:
-                own = _StageArrays(self.tables.by_count[slot.size], self.tables.runs, FIRST, after)
-                least = min(least, float(self._slot_seconds(slot, own, after)[1].min()))
+                stage = _StageArrays(self.tables.by_count[slot.size], self.tables.runs, FIRST, after)
+                least = min(least, float(self._slot_seconds(slot, stage, after)[1].min()))
         return least if least < self.most_seconds else float("inf")

@@ -1,13 +1,13 @@
-"""Pipelines whose stages have degrees of their own: devices, tensor, context and expert parallelism, replicas
-and recomputation.
+"""Search for pipelines whose stages have different degrees.
 
-All stages work on the same micro-batches, in the order of 1F1B; the replicas of a stage share the samples of
-each of them equally, and stages may have different numbers of replicas. Stages stand on consecutive devices.
-Where the degrees differ at a cut, resharding.py says who sends what to whom.
+Stages may differ in devices, tensor, context and expert parallelism, replicas and recomputation. All stages
+work on the same micro-batches in the order of 1F1B. The replicas of a stage share the samples of each
+micro-batch equally. Stages are on consecutive devices. If the degrees differ at a cut, resharding.py says who
+sends what to whom.
 
-Of every size of micro-batches and number of stages, stage after stage is added to those beginnings of
-pipelines whose bound (stage_degree_bound.py) is least; the bound of what is left out is kept. More beginnings
-are followed until nothing shorter can be left, or the work is done.
+For every micro-batch size and number of stages, stages are added to the partial pipelines with the least
+bounds (stage_degree_bound.py), and the bound of the rest is kept. More partial pipelines are followed until
+nothing shorter can remain, or the work is done.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from .stage_degree_bound import DegreeTables, DeviceSlot, PipelineBounds, stage_
 from .stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, Recompute, StageDegreeTable
 
 MOST_STAGES = 16
-"""Where the options do not name how many there may be."""
+"""Most stages if the options name no numbers."""
 MOST_BLOCKS = 256
-"""Of a model."""
+"""Most blocks of a model."""
 WIDTHS = (16, 128, 1024)
-"""Beginnings of pipelines that are followed, of each number of stages and size of micro-batches."""
+"""Partial pipelines that are followed, for each number of stages and micro-batch size, in successive
+rounds."""
 MOST_STEPS = 20_000
-"""Beginnings that are followed before no more are tried."""
+"""Partial pipelines after which no more are tried."""
 _ROUNDING = 1e-9
 """Relative error of a step whose seconds are summed in another order."""
 
 
 @dataclass(frozen=True)
 class OwnStage:
-    """One stage: its devices with their degrees, its blocks, and what runs again."""
+    """One stage: its devices with their degrees, its blocks, and its recomputation."""
 
     devices: StageDevices
     blocks: range
@@ -56,8 +57,15 @@ class OwnStage:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A pipeline of stages with degrees of their own. `samples`: of a micro-batch, which the replicas of each
-    stage share. `transfers`: seconds over each cut, in either direction."""
+    """A pipeline whose stages have different degrees.
+
+    Attributes:
+        stages: The stages.
+        samples: Samples of a micro-batch, which the replicas of each stage share.
+        micro_batches: Number of micro-batches.
+        transfers: Seconds over each cut, in either direction.
+        estimate: Estimated step and memory.
+    """
 
     stages: tuple[OwnStage, ...]
     samples: int
@@ -68,9 +76,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageAnswer:
-    """The fastest `plan` with degrees by stage; None where none is shorter than what is known otherwise. No
-    pipeline of what was searched takes less than `bound_seconds`, or than that. `pipelines`: sizes of
-    micro-batches with numbers of stages."""
+    """Fastest plan with degrees by stage.
+
+    Attributes:
+        plan: The plan; None if none is faster than the known plan.
+        bound_seconds: Lower bound on all searched pipelines that are faster than the known plan.
+        pipelines: Number of (micro-batch size, number of stages) pairs.
+    """
 
     plan: StagePlan | None
     bound_seconds: float
@@ -78,8 +90,11 @@ class StageAnswer:
 
 
 class _Stage(NamedTuple):
-    """Of a pipeline under way. `before`: seconds of a micro-batch in the stages before and over the cuts,
-    forward and backward."""
+    """A stage of a partial pipeline.
+
+    `before`: seconds of a micro-batch in the earlier stages and over the cuts, forward and backward. `enter`:
+    seconds over the cut before it.
+    """
 
     slot: DeviceSlot
     table: StageDegreeTable
@@ -91,21 +106,26 @@ class _Stage(NamedTuple):
 
     @property
     def devices(self) -> StageDevices:
+        """Devices with their degrees."""
         return StageDevices(self.table.degrees, self.slot.first)
 
 
 class _Beginning(NamedTuple):
-    """The first stages of a pipeline, and what it takes at least."""
+    """First stages of a pipeline, and a lower bound on its step."""
 
     bound: float
     stages: tuple[_Stage, ...]
 
 
 def check_blocks(shape: TransformerShape) -> None:
-    """Raises UsageError for more blocks than are searched."""
+    """Check that the model has few enough blocks.
+
+    Raises:
+        UsageError: It has more blocks than are searched.
+    """
     if shape.blocks > MOST_BLOCKS:
         raise UsageError(
-            f"by_stage: a model of {shape.blocks} blocks, degrees by stage are of up to {MOST_BLOCKS}",
+            f"by_stage: the model has {shape.blocks} blocks, and at most {MOST_BLOCKS} are searched",
             "Omit `by_stage`, or give fewer `layers`.",
         )
 
@@ -119,8 +139,20 @@ def search_stage_degrees(
     most_seconds: float,
     widths: Sequence[int] = WIDTHS,
 ) -> StageAnswer:
-    """The pipeline of all with degrees by stage that has the shortest step, where that is below
-    `most_seconds`, and the bound of all."""
+    """Search the pipeline with degrees by stage that has the shortest step below `most_seconds`.
+
+    Args:
+        shape: The transformer.
+        topology: Devices and links.
+        costs: Costs of kernels and communication.
+        options: Allowed degrees, and the training setting.
+        memory_bytes: Bytes that a device may use.
+        most_seconds: Seconds that the step must be below.
+        widths: Partial pipelines to follow in successive rounds.
+
+    Returns:
+        The plan, and a bound on all.
+    """
     search = _Search(shape, topology, options, most_seconds)
     counts, runs = _stage_counts(shape, topology.gpus, options), BlockRuns(shape.routed)
     for samples in _sample_counts(topology.gpus, options) if counts else ():
@@ -139,7 +171,7 @@ def _stage_counts(shape: TransformerShape, devices: int, options: DegreeOptions)
 
 
 def _sample_counts(devices: int, options: DegreeOptions) -> list[int]:
-    """Of a micro-batch of all replicas together."""
+    """Return the samples of a micro-batch of all replicas together."""
     sizes = options.micro_batch_size or [2**power for power in range(options.mini_batch.bit_length())]
     counts = {size * replicas for size in sizes for replicas in range(1, devices + 1)}
     return sorted(count for count in counts if options.mini_batch % count == 0)
@@ -156,11 +188,11 @@ def _stage_tables(
     most_stages: int,
     most_seconds: float,
 ) -> DegreeTables:
-    many, by_count = options.mini_batch // samples, dict[int, list[StageDegreeTable]]()
+    micro_batches, by_count = options.mini_batch // samples, dict[int, list[StageDegreeTable]]()
     for count in sorted({slot.size for slot in stage_slots(topology)}):
         for degrees in stage_degrees(shape, count, samples, options):
             tokens = Tokens(options.sequence, samples // degrees.data)
-            setting = TrainingSetting(many, tokens, predictors=options.predictors)
+            setting = TrainingSetting(micro_batches, tokens, predictors=options.predictors)
             table = StageDegreeTable(
                 shape,
                 degrees,
@@ -175,12 +207,14 @@ def _stage_tables(
             if np.isfinite(table.backward).any():
                 by_count.setdefault(count, []).append(table)
     token_bytes = float(NUMBER * options.sequence * samples * shape.hidden)
-    return DegreeTables(topology, runs, by_count, many, samples, token_bytes)
+    return DegreeTables(topology, runs, by_count, micro_batches, samples, token_bytes)
 
 
 class _Search:
-    """The best so far, and what is `open`: by number of stages and size of micro-batches the least bound of
-    the pipelines that were not followed."""
+    """Best pipeline so far, and `open`: the least bounds of pipelines that were not followed.
+
+    `open` has an entry for each number of stages and micro-batch size.
+    """
 
     def __init__(
         self, shape: TransformerShape, topology: Topology, options: DegreeOptions, most_seconds: float
@@ -194,97 +228,111 @@ class _Search:
 
     @property
     def bound_seconds(self) -> float:
-        """Of all that was searched."""
+        """Lower bound on everything that was searched."""
         return min([self.best_seconds, *(left for left, _, _ in self.open)])
 
     def add(self, bounds: PipelineBounds, counts: Sequence[int]) -> None:
-        """All pipelines of so many stages."""
+        """Add all pipelines with these numbers of stages."""
         self.pipelines += len(counts)
         self.open += [(bounds.roots[count], count, bounds) for count in counts]
 
     def run(self, width: int) -> None:
-        """Follows so many beginnings of each, the best first."""
+        """Follow `width` partial pipelines of each entry, best first."""
         following = []
-        for least, count, bounds in sorted(self.open, key=lambda own: own[:2]):
+        for least, count, bounds in sorted(self.open, key=lambda entry: entry[:2]):
             if least < self.best_seconds and self.steps < MOST_STEPS:
                 least = max(least, self._follow(bounds, count, width))
             following.append((least, count, bounds))
-        self.open = [own for own in following if own[0] < self.best_seconds]
+        self.open = [entry for entry in following if entry[0] < self.best_seconds]
 
     def _follow(self, bounds: PipelineBounds, count: int, width: int) -> float:
-        """The least bound of what is left out."""
+        """Follow partial pipelines, and return the least bound of those left out."""
         beginnings, left = [_Beginning(0.0, ())], float("inf")
         for after in range(count - 1, -1, -1):
-            longer = [own for each in beginnings for own in self._longer(bounds, each, after, width + 1)]
+            longer = [
+                beginning
+                for shorter in beginnings
+                for beginning in self._longer(bounds, shorter, after, width + 1)
+            ]
             longer.sort(key=attrgetter("bound"))
-            left = min([left, *(own.bound for own in longer[width : width + 1])])
+            left = min([left, *(beginning.bound for beginning in longer[width : width + 1])])
             beginnings = longer[:width]
-        for own in beginnings:
-            if own.bound < self.best_seconds:
-                self._finish(bounds.tables, own)
+        for beginning in beginnings:
+            if beginning.bound < self.best_seconds:
+                self._finish(bounds.tables, beginning)
         return left
 
-    def _finish(self, tables: DegreeTables, own: _Beginning) -> None:
-        transfers = [stage.enter for stage in own.stages[1:]]
-        pipeline = pipeline_seconds([stage.seconds for stage in own.stages], transfers, tables.micro_batches)
-        step = max(own.bound, pipeline + max(stage.update for stage in own.stages))
+    def _finish(self, tables: DegreeTables, beginning: _Beginning) -> None:
+        transfers = [stage.enter for stage in beginning.stages[1:]]
+        pipeline = pipeline_seconds(
+            [stage.seconds for stage in beginning.stages], transfers, tables.micro_batches
+        )
+        step = max(beginning.bound, pipeline + max(stage.update for stage in beginning.stages))
         if step < self.best_seconds * (1 - _ROUNDING):
-            self.best_seconds, self.best = step, (tables, own.stages)
+            self.best_seconds, self.best = step, (tables, beginning.stages)
 
-    def _longer(self, bounds: PipelineBounds, own: _Beginning, after: int, most: int) -> Iterator[_Beginning]:
-        """With one stage more, of which `after` follow; those of the least bounds, and as many as `most`."""
+    def _longer(
+        self, bounds: PipelineBounds, beginning: _Beginning, after: int, most: int
+    ) -> Iterator[_Beginning]:
+        """Yield a partial pipeline with one more stage, which `after` stages follow.
+
+        At most `most` are yielded, those with the least bounds.
+        """
         self.steps += 1
         start, rank = 0, 0
-        if own.stages:
-            start, rank = own.stages[-1].blocks.stop, own.stages[-1].slot.end
+        if beginning.stages:
+            start, rank = beginning.stages[-1].blocks.stop, beginning.stages[-1].slot.end
         rows = [
-            self._bounds_with(bounds, own, slot, table, start, after)
+            self._bounds_with(bounds, beginning, slot, table, start, after)
             for slot in bounds.by_first[rank]
             if slot in bounds.least_behind[after]
             for table in bounds.tables.by_count[slot.size]
         ]
         if not rows:
             return
-        every = np.array([row.bounds for row in rows])
-        every[~(every < self.best_seconds)] = np.inf
-        for place in np.argsort(every, axis=None)[:most]:
-            row, stop = divmod(int(place), every.shape[1])
-            if every[row, stop] == np.inf:
+        all_bounds = np.array([row.bounds for row in rows])
+        all_bounds[~(all_bounds < self.best_seconds)] = np.inf
+        for place in np.argsort(all_bounds, axis=None)[:most]:
+            row, stop = divmod(int(place), all_bounds.shape[1])
+            if all_bounds[row, stop] == np.inf:
                 return
-            yield _Beginning(float(every[row, stop]), (*own.stages, rows[row].stage(start, stop)))
+            yield _Beginning(float(all_bounds[row, stop]), (*beginning.stages, rows[row].stage(start, stop)))
 
     def _bounds_with(
         self,
         bounds: PipelineBounds,
-        own: _Beginning,
+        beginning: _Beginning,
         slot: DeviceSlot,
         table: StageDegreeTable,
         start: int,
         after: int,
     ) -> _NextStage:
-        role = FIRST if not own.stages else LAST if after == 0 else MIDDLE
+        """Return the bounds of a partial pipeline with one more stage, by where it ends."""
+        role = FIRST if not beginning.stages else LAST if after == 0 else MIDDLE
         tables = bounds.tables
         before = enter = 0.0
-        if own.stages:
-            last = own.stages[-1]
+        if beginning.stages:
+            last = beginning.stages[-1]
             enter = self._cut(tables, last.devices, StageDevices(table.degrees, slot.first))
             before = last.before + last.seconds.both + 2 * enter
         new = _NextStage(slot, table, role, after, start, before, enter)
         behind, step = bounds.least_behind[after][slot], bounds.least_step[after][slot]
-        many, count = tables.micro_batches, after + len(own.stages) + 1
+        micro_batches, count = tables.micro_batches, after + len(beginning.stages) + 1
         both = new.forward + new.backward
         with np.errstate(invalid="ignore"):
             alone = stage_bound(
-                new.forward, new.backward, enter, tables.leave_seconds(slot), behind, after, many
+                new.forward, new.backward, enter, tables.leave_seconds(slot), behind, after, micro_batches
             )
             pipeline = before + alone
             latest = np.maximum(pipeline + new.update, before + both + step)
-            leaves = [*(stage.enter for stage in own.stages[1:]), enter]
-            for place, (stage, leave) in enumerate(zip(own.stages, leaves, strict=False)):
+            leaves = [*(stage.enter for stage in beginning.stages[1:]), enter]
+            for place, (stage, leave) in enumerate(zip(beginning.stages, leaves, strict=False)):
                 rest = before - stage.before - stage.seconds.both + both + behind
-                seconds = stage_bound(*stage.seconds, stage.enter, leave, rest, count - place - 1, many)
+                seconds = stage_bound(
+                    *stage.seconds, stage.enter, leave, rest, count - place - 1, micro_batches
+                )
                 pipeline = np.maximum(pipeline, stage.before + seconds)
-            update = max([0.0, *(stage.update for stage in own.stages)])
+            update = max([0.0, *(stage.update for stage in beginning.stages)])
             new.bounds[:] = np.maximum(latest, pipeline + np.maximum(new.update, update))
         return new
 
@@ -297,11 +345,11 @@ class _Search:
         return self._cuts[key]
 
     def plan(self, costs: RankCosts) -> StagePlan | None:
-        """The best, with all that it takes."""
+        """Return the best pipeline as a plan with its costs; None if there is none."""
         if self.best is None:
             return None
         tables, stages = self.best
-        own, estimates = [], []
+        plan_stages, estimates = [], []
         for place, stage in enumerate(stages):
             role = FIRST if place == 0 else LAST if place == len(stages) - 1 else MIDDLE
             recompute = stage.table.recompute(role, stage.blocks, len(stages) - 1 - place)
@@ -310,19 +358,18 @@ class _Search:
             )
             degrees = replace(stage.table.degrees, pipeline=len(stages))
             layers = LayerTable(self.shape, degrees, setting, costs)
-            own.append(OwnStage(stage.devices, stage.blocks, recompute))
+            plan_stages.append(OwnStage(stage.devices, stage.blocks, recompute))
             estimates.append(layers.stage((stage.blocks,), place))
         update = max(stage.update_seconds for stage in estimates)
         transfers = tuple(stage.enter for stage in stages[1:])
         passes = [PassSeconds(stage.forward_seconds, stage.backward_seconds) for stage in estimates]
         pipeline = pipeline_seconds(passes, transfers, tables.micro_batches)
         estimate = StepEstimate(pipeline + update, pipeline, update, tuple(estimates))
-        return StagePlan(tuple(own), tables.samples, tables.micro_batches, transfers, estimate)
+        return StagePlan(tuple(plan_stages), tables.samples, tables.micro_batches, transfers, estimate)
 
 
 class _NextStage:
-    """A stage that may be next: arrays by the block behind its last; what it takes there, and the `bounds` of
-    a pipeline with it."""
+    """A possible next stage: its seconds and the `bounds` of a pipeline, by the block after its last."""
 
     def __init__(
         self,
@@ -339,12 +386,13 @@ class _NextStage:
         if role == LAST:
             number = np.where(np.arange(len(number)) == len(number) - 1, number, -1)
         self.forward, self.backward, self.update = (
-            np.where(number < 0, np.inf, own[number])
-            for own in (table.forward[role], table.backward[role, after], table.update[role])
+            np.where(number < 0, np.inf, figures[number])
+            for figures in (table.forward[role], table.backward[role, after], table.update[role])
         )
         self.bounds = np.full(len(number), np.inf)
 
     def stage(self, start: int, stop: int) -> _Stage:
+        """Return the stage with the blocks `start` to `stop` - 1."""
         seconds = PassSeconds(float(self.forward[stop]), float(self.backward[stop]))
         update = float(self.update[stop])
         return _Stage(self.slot, self.table, range(start, stop), seconds, update, self.before, self.enter)

@@ -1,9 +1,9 @@
-"""Seconds and bytes of all stages that there can be on some devices, by the run of blocks that they have.
+"""Seconds and bytes of all possible stages on some devices, by run of blocks.
 
-A stage is a run of consecutive blocks, alone or with the embedding or the head. What it takes does not depend
-on where in the pipeline it stands but for what it keeps: under 1F1B a stage with k stages behind it has
-min(m, k + 1) of m micro-batches in flight. What runs again costs backward seconds alone, and concerns no
-other stage: of the recomputations that fit the one with the shortest backward is the best.
+A stage is a run of consecutive blocks, alone or with the embedding or the head. Its costs do not depend on
+its place in the pipeline, except for the activations that it holds: under 1F1B a stage with k stages after it
+has min(m, k + 1) of m micro-batches in flight. Recomputation costs backward seconds only and affects no other
+stage, so of the modes that fit the one with the shortest backward is best.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ from ...cost_models.transformer.transformer_shape import TransformerShape
 Array = npt.NDArray[np.float64]
 
 FIRST, MIDDLE, LAST = range(3)
-"""What a stage has beside blocks: the embedding, nothing, or the head (and predictors)."""
+"""Roles of a stage, by its layers other than blocks: the embedding, none, or the head (and predictors)."""
 
 
 class BlockRuns:
-    """Runs of consecutive blocks; those of the same kinds in the same order count as one.
+    """Runs of consecutive blocks. Those with the same kinds in the same order count as one.
 
-    `number` (blocks + 1, blocks + 1): by the first block and the one behind the last, the place in `runs` of
-    a run with its kinds; -1 where there is none. `ends` (2, runs): first block and the one behind the last;
-    `lengths`: blocks."""
+    `number` (blocks + 1, blocks + 1): by first block and the block after the last, the index in `runs` of a
+    run with its kinds; -1 if there is none. `ends` (2, runs): first block and the block after the last.
+    `lengths` (runs,): blocks.
+
+    Args:
+        routed: By block, whether it has experts.
+    """
 
     def __init__(self, routed: tuple[bool, ...]) -> None:
         blocks = len(routed)
         self.number = np.full((blocks + 1, blocks + 1), -1)
         self.runs: list[range] = []
-        # By the run without its last block, and the kind of that one.
+        # Keys: the run without its last block, and the kind of the last block.
         places: dict[tuple[int, bool | None], int] = {}
         for start in range(blocks + 1):
             place = -1
@@ -52,15 +56,22 @@ class BlockRuns:
         self.lengths = self.ends[1] - self.ends[0]
 
     def places(self, role: int) -> npt.NDArray[np.int64]:
-        """Of the runs those that a stage may have: one between first and last has at least a block."""
+        """Return the runs that a stage with this role may have. A middle stage has at least one block."""
         number = self.number
         inner = number[np.triu_indices(len(number), 1)]
         return np.unique((number[0], inner, number[:, -1])[role])
 
 
 class RunCosts(NamedTuple):
-    """Costs of a stage by run of blocks: seconds of its update, and of the passes of a micro-batch; bytes
-    beside activations, and of those that a micro-batch in flight keeps."""
+    """Costs of a stage by run of blocks.
+
+    Attributes:
+        update: Seconds of its update.
+        forward: Forward seconds of a micro-batch.
+        backward: Backward seconds of a micro-batch.
+        fixed: Bytes without activations.
+        saved: Bytes of activations per micro-batch in flight.
+    """
 
     update: Array
     forward: Array
@@ -70,27 +81,39 @@ class RunCosts(NamedTuple):
 
     @classmethod
     def of(cls, layers: LayerTable, stage: int, ends: npt.NDArray[np.int64]) -> RunCosts:
-        """Costs of a stage of some layers with the runs from one block up to another (2, runs)."""
+        """Return the costs of stage number `stage` with the runs between the blocks `ends` (2, runs)."""
         update, fixed, saved = layers.columns(ends, stage)
         forward, backward = layers.seconds_between(*ends)
-        for count, own in layers.fixed_parts(stage):
-            forward, backward = forward + count * own.forward, backward + count * own.backward
+        for count, part in layers.fixed_parts(stage):
+            forward, backward = forward + count * part.forward, backward + count * part.backward
         return cls(update, forward, backward, fixed, saved)
 
 
 class Recompute(NamedTuple):
-    """What runs again on a stage, and of how many of its first blocks; None: of all."""
+    """Recomputation of a stage, and the number of first blocks that it covers; None for all."""
 
     kind: Recomputation
     blocks: int | None = None
 
 
 class StageDegreeTable:
-    """Costs of the stages with one set of degrees and one size of micro-batches.
+    """Costs of the stages with one set of degrees and one micro-batch size.
 
-    By what a stage has beside blocks and by run: `forward` and `update` seconds; by stages behind it, too:
-    `backward`. Infinite where no recomputation fits, and where the stage alone would take `most_seconds` of a
-    step."""
+    `forward` and `update` are seconds by role (`FIRST`, `MIDDLE`, `LAST`) and run; `backward` by role, stages
+    after it and run. They are inf if no recomputation fits, and if the stage alone takes `most_seconds` of a
+    step.
+
+    Args:
+        shape: The transformer.
+        degrees: Degrees of the stage.
+        setting: Micro-batches of the training.
+        costs: Costs of kernels and communication.
+        recompute: Allowed recomputation.
+        memory_bytes: Bytes that a device may use.
+        runs: Runs of blocks.
+        most_stages: Most stages of a pipeline.
+        most_seconds: Seconds that a step must be below.
+    """
 
     def __init__(
         self,
@@ -111,7 +134,7 @@ class StageDegreeTable:
         self.backward = np.full((3, most_stages, size), np.inf)
         self._modes = list(_recomputations(recompute, int(runs.lengths.max())))
         self._mode = np.zeros((3, most_stages, size), dtype=np.int64)
-        # Three stages: with the embedding, with nothing, with the head.
+        # A pipeline of three stages has all roles: embedding, blocks only, head.
         three = replace(degrees, pipeline=3)
         layers = {
             kind: LayerTable(shape, three, replace(setting, recompute=kind), costs)
@@ -126,24 +149,24 @@ class StageDegreeTable:
             self.update[role, places] = np.where(short, plain.update, np.inf)
             is_there = short & (afters == 0 if role == LAST else afters > 0)
             for number, mode in enumerate(self._modes):
-                again = replace(setting, recompute=mode.kind, recompute_blocks=mode.blocks)
-                own = RunCosts.of(layers[mode.kind].with_setting(again), role, ends)
-                fits = is_there & (own.fixed + own.saved * in_flight <= memory_bytes)
-                if recompute == "partial":  # a stage without blocks runs nothing again
+                mode_setting = replace(setting, recompute=mode.kind, recompute_blocks=mode.blocks)
+                mode_costs = RunCosts.of(layers[mode.kind].with_setting(mode_setting), role, ends)
+                fits = is_there & (mode_costs.fixed + mode_costs.saved * in_flight <= memory_bytes)
+                if recompute == "partial":  # a stage without blocks recomputes nothing
                     fits &= (runs.lengths[places] == 0) == (mode.blocks is None)
-                faster = fits & (own.backward < self.backward[role][:, places])
+                faster = fits & (mode_costs.backward < self.backward[role][:, places])
                 self.backward[role][:, places] = np.where(
-                    faster, own.backward, self.backward[role][:, places]
+                    faster, mode_costs.backward, self.backward[role][:, places]
                 )
                 self._mode[role][:, places] = np.where(faster, number, self._mode[role][:, places])
 
     def recompute(self, role: int, run: range, after: int) -> Recompute:
-        """Of the recomputations that fit, with so many stages behind, that with the shortest backward."""
+        """Return the recomputation with the shortest backward that fits, with `after` later stages."""
         return self._modes[int(self._mode[role, after, self.runs.number[run.start, run.stop]])]
 
 
 def _recomputations(allowed: str, longest: int) -> Iterator[Recompute]:
-    """List what the option allows for a stage, up to all blocks of the longest."""
+    """Yield the recomputations that the option allows for a stage, up to all blocks of the longest."""
     if allowed in ("auto", "none", "partial"):
         yield Recompute("none")
     if allowed in ("auto", "selective"):

@@ -1,18 +1,17 @@
-"""Divisions of a transformer's layers over the stages of a pipeline, and what no division is faster than.
+"""Divisions of a transformer's layers over the stages of a pipeline, and a lower bound on all of them.
 
-**The bound** of a combination holds for every division of its blocks over the stages; under 1F1B that of
-division_bound.py is closer. With T the mean of the stages, or the longest layer, b the smallest share of a
-layer's seconds that is backward, p stages and m micro-batches, the slowest stage s takes T_s >= T, of which
-at least b T_s is backward. Its device computes
-for m T_s. Before its last backwards end, and beside the warm-up's forwards, the first micro-batch goes
+**The bound** of a combination holds for every division of its blocks over the stages. Under 1F1B that of
+division_bound.py is closer. Let T be the mean of the stages, or the longest layer if that is longer, b the
+smallest backward share of a layer's seconds, p the stages and m the micro-batches. The slowest stage s takes
+T_s >= T, of which at least b T_s is backward, and its device computes for m T_s. The first micro-batch goes
 through all stages and back: until the first backward of s, the forwards of all stages and the backwards of
-those after s pass, in which s runs at most p forwards; then m backwards and the other m - p forwards of s
+those after s pass, while s runs at most p forwards. Then m backwards and the other m - p forwards of s
 follow, and the backwards of the stages before s. So a step takes at least
 
     max(m T,  total + (m - 1) b T + max(m - p, 0) (1 - b) T)
 
-with `total` the seconds of one micro-batch on all stages, and the shortest update that a device can have.
-interleaved_bound.py argues what is known of virtual stages.
+plus the shortest possible update of a device, with `total` the seconds of one micro-batch on all stages.
+interleaved_bound.py has the bounds for virtual stages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .interleaved_bound import interleaved_bound, mean_interleaved
 
 
 def lower_bound(layers: LayerTable) -> float:
-    """Seconds that no step takes less than, whatever the division; see the top of this file."""
+    """Return a lower bound in seconds on the step of every division, as the module's docstring defines it."""
     stages, count = layers.degrees.pipeline, layers.setting.micro_batches
     slowest = layers.least_slowest_seconds()
     if layers.setting.virtual_stages > 1:
@@ -37,12 +36,12 @@ def lower_bound(layers: LayerTable) -> float:
 
 
 def even_division(layers: LayerTable) -> tuple[int, ...]:
-    """Blocks of each (virtual) stage, as equal as can be."""
+    """Return the blocks of each (virtual) stage, as equal as possible."""
     return tuple(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
 
 
 def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, ...]:
-    """Whole blocks of (virtual) stages that should have so many, each as many as it must and may."""
+    """Return whole blocks of (virtual) stages close to these amounts, within the allowed numbers."""
     free, fewest = layers.setting.block_slots(layers.slots), layers.fewest_blocks
     counts = [max(int(amounts[slot]), fewest[slot]) if slot in free else 0 for slot in range(layers.slots)]
     while (left := layers.shape.blocks - sum(counts)) != 0:
@@ -55,8 +54,18 @@ def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, .
 def improve_division(
     layers: LayerTable, counts: Sequence[int], memory_bytes: float
 ) -> tuple[tuple[int, ...], StepEstimate]:
-    """The division after moves of one block from the stages of the slowest device to those of others, each of
-    which makes the step shorter and fits."""
+    """Move blocks from the stages of the slowest device to others while that shortens the step.
+
+    Each move leaves a division that fits.
+
+    Args:
+        layers: Costs of the layers.
+        counts: Blocks of each (virtual) stage.
+        memory_bytes: Bytes that a device may use.
+
+    Returns:
+        The division and its estimate.
+    """
     best, estimate = tuple(counts), estimate_stages(layers, counts)
     trials = _MOST_TRIALS
     while trials > 0:
@@ -66,9 +75,9 @@ def improve_division(
             if bound >= estimate.step_seconds or layers.peak_bytes(trial) > memory_bytes:
                 continue
             trials -= 1
-            own = estimate_stages(layers, trial)
-            if own.step_seconds < estimate.step_seconds * (1 - 1e-9):
-                moved = trial, own
+            trial_estimate = estimate_stages(layers, trial)
+            if trial_estimate.step_seconds < estimate.step_seconds * (1 - 1e-9):
+                moved = trial, trial_estimate
             if moved or trials <= 0:
                 break
         if moved is None:
@@ -78,16 +87,26 @@ def improve_division(
 
 
 MOST_FITTED_MOVES = 64
-"""Blocks that are moved to make a division fit."""
+"""Most blocks that are moved to make a division fit."""
 
 _MOST_TRIALS = 24
-"""Divisions that are simulated to improve one."""
+"""Most divisions that are simulated to improve one."""
 
 
 def fit_division(layers: LayerTable, counts: Sequence[int], memory_bytes: float) -> tuple[int, ...] | None:
-    """The division after moves of blocks from the device that needs most memory, each to where all devices
-    together lack least: to later virtual stages, of which fewer micro-batches are in flight, or to other
-    devices. None where that does not end in one that fits."""
+    """Move blocks from the device that needs most memory until the division fits.
+
+    Each move goes where all devices together lack least: to later virtual stages, which have fewer
+    micro-batches in flight, or to other devices.
+
+    Args:
+        layers: Costs of the layers.
+        counts: Blocks of each (virtual) stage.
+        memory_bytes: Bytes that a device may use.
+
+    Returns:
+        The division; None if the moves do not reach one that fits.
+    """
     best = tuple(counts)
     lack = _lacking_bytes(layers, best, memory_bytes)
     for _ in range(MOST_FITTED_MOVES):
@@ -106,12 +125,12 @@ def fit_division(layers: LayerTable, counts: Sequence[int], memory_bytes: float)
 
 
 def _lacking_bytes(layers: LayerTable, counts: Sequence[int], memory_bytes: float) -> list[float]:
-    """Bytes by device beyond the memory."""
-    return [max(0.0, own - memory_bytes) for own in layers.device_bytes(counts)]
+    """Return the bytes that each device lacks."""
+    return [max(0.0, needed - memory_bytes) for needed in layers.device_bytes(counts)]
 
 
 def _moves_from(layers: LayerTable, counts: tuple[int, ...], device: int) -> Iterator[tuple[int, ...]]:
-    """One block less on a virtual stage of a device, one more on one of the last half."""
+    """Yield divisions with one block moved from a device to a virtual stage of the last half."""
     slots = len(counts)
     for source in range(device, slots, layers.degrees.pipeline):
         for target in layers.setting.block_slots(slots)[slots // 2 :]:
@@ -123,9 +142,9 @@ def _moves_from(layers: LayerTable, counts: tuple[int, ...], device: int) -> Ite
 
 
 def _moves(layers: LayerTable, counts: tuple[int, ...], estimate: StepEstimate) -> Iterator[tuple[int, ...]]:
-    """One block less on a stage, one more on another; first from the slowest devices to the fastest."""
+    """Yield divisions with one block moved between stages, from the slowest devices to the fastest first."""
     stages, slots = layers.degrees.pipeline, len(counts)
-    seconds = [own.forward_seconds + own.backward_seconds for own in estimate.stages]
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in estimate.stages]
     slow_first = sorted(range(slots), key=lambda slot: (-seconds[slot % stages], -slot))
     for source in slow_first:
         if counts[source] <= layers.fewest_blocks[source]:

@@ -1,9 +1,9 @@
-"""The Pareto frontier of step time against peak memory, by epsilon-constraint, and its file
-(`NAME.frontier.json`).
+"""Pareto frontier of step time against peak memory, and its file (`NAME.frontier.json`).
 
-The fastest plan comes first; then again and again the fastest one that needs less memory than the last, until
-nothing fits (Haimes, Lasdon and Wismer, "On a bicriterion formulation of the problems of integrated system
-identification and system optimization", IEEE Transactions on Systems, Man and Cybernetics 1, 1971).
+It uses the epsilon-constraint method. The fastest plan comes first, then repeatedly the fastest one that
+needs less memory than the last, until nothing fits (Haimes, Lasdon and Wismer, "On a bicriterion formulation
+of the problems of integrated system identification and system optimization", IEEE Transactions on Systems,
+Man and Cybernetics 1, 1971).
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ from .objective_result import peak_bytes, search_again, with_memory_limit
 
 
 class Point(Record):
-    """A plan of the frontier. `memory_bytes`: of the device that needs most, rounded up, so that the plan
-    fits into so many. `exact`: no plan that needs no more is faster."""
+    """A plan of the frontier.
+
+    Attributes:
+        step_seconds: Seconds of its step.
+        memory_bytes: Bytes of the fullest device, rounded up so that the plan fits into them.
+        exact: Whether it is proven that no faster plan needs at most this memory.
+        plan: The plan.
+    """
 
     step_seconds: StepSeconds
     memory_bytes: TotalBytes
@@ -39,9 +45,14 @@ class Point(Record):
 
 
 class Frontier(Document):
-    """The frontier of step time against memory, the fastest plan first. `complete`: the last point is the
-    smallest plan there is, as far as the searches were exact; `memory_step` the share by which the memory of
-    one point lies below that of the point before, at least."""
+    """Frontier of step time against memory, fastest plan first.
+
+    Attributes:
+        model: Name of the model.
+        points: The plans.
+        complete: Whether the last point is the smallest plan that exists, as far as the searches were exact.
+        memory_step: Least share by which the memory of a point lies below that of the previous one.
+    """
 
     kind: ClassVar[str] = "frontier"
 
@@ -50,14 +61,14 @@ class Frontier(Document):
     complete: bool
     memory_step: Annotated[float, Field(ge=0, lt=1)]
     warnings: list[str] = []
-    """What may make the figures wrong, of all points."""
+    """Reasons why the figures of any point may be wrong."""
     made_by: MadeBy = MadeBy()
 
 
 POINTS = 24
 MEMORY_STEP = 0.02
 SEEDS = 4
-"""Of the last plans that a further search begins with: under a lower limit they may recompute more."""
+"""Number of last plans with which the next search starts. Under a lower limit they may recompute more."""
 
 
 def build_frontier(
@@ -69,18 +80,28 @@ def build_frontier(
     memory_step: float = MEMORY_STEP,
     warnings: Sequence[str] = (),
 ) -> Frontier:
-    """At most so many plans of the frontier, the memory of each below the last's by that share at least; with
-    a share of 0 by a byte, so that none is left out.
+    """Compute the frontier.
 
-    Raises UsageError, and InfeasibleError where nothing fits.
+    Args:
+        problem: What is asked.
+        model: Name of the model.
+        profile: The profile from which the plans are made.
+        points: Most plans.
+        memory_step: Least share by which the memory of each plan lies below the last one's. With 0 it is one
+            byte, so that no plan is left out.
+        warnings: Warnings to put first.
+
+    Raises:
+        UsageError: `points` or `memory_step` is out of range, or a robust plan is asked for.
+        InfeasibleError: Nothing fits.
     """
     if points < 1:
         raise UsageError(f"points={points}: must be at least 1", "Give a count of 1 or more.")
     if not 0 <= memory_step < 1:
-        raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
+        raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Use for example 0.02.")
     if problem.options.robust:
         raise UsageError(
-            f"`{problem.options.robust_field}` with `frontier`: it is of the steps by the medians",
+            f"`{problem.options.robust_field}` with `frontier`: a frontier compares steps of the medians",
             "Omit one of the two.",
         )
     optima, complete, problem = list[tuple[ScoredPlan, SearchResult]](), False, problem.with_time_limit()
@@ -112,7 +133,7 @@ def build_frontier(
 
 
 def _stepping_down(problem: Problem, memory_step: float) -> Iterator[SearchResult]:
-    """The fastest plans under smaller and smaller limits, until nothing fits."""
+    """Yield the fastest plans under decreasing memory limits, until nothing fits."""
     result, seeds = find_best_plan(problem).result, []
     yield result
     while result.best is not None:
@@ -128,6 +149,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[SearchResul
 def _point(
     problem: Problem, best: ScoredPlan, result: SearchResult, model: str, profile: ProfileReference
 ) -> Point:
+    """Return the frontier point of a plan."""
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     outside = list_prediction_limits(assemble(problem.space, best.proposal, best.recompute))
     return Point(

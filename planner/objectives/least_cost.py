@@ -1,4 +1,4 @@
-"""The cheapest training: dollars per sample, where every device that is used costs by the hour."""
+"""Cheapest training: dollars per sample, where every device that is used costs by the hour."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ HOUR = 3600.0
 
 
 def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult:
-    """The plan with the fewest dollars per sample.
+    """Find the plan with the fewest dollars per sample.
 
     For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
-    step leaves nothing cheaper than what is known. Proven for plans that use the first n devices and no
-    others, for any n: where links differ, devices that are not the first, as one of each node, may be
-    cheaper.
-    Where there are several kinds of devices, plans on those of one kind, and the named planners', are looked
-    at, too, and the bound is on plans on any devices. Raises UsageError for prices that do not go with the
+    step excludes a cheaper plan. The proof covers plans that use exactly the first n devices, for any n. If
+    links differ, other devices, such as one of each node, may be cheaper. With several kinds of devices,
+    plans on those of one kind and the named planners' are tried, too, and the bound covers plans on any
     devices.
+
+    Args:
+        problem: What is asked.
+        prices: Dollars per device hour, see `Objective`.
+
+    Raises:
+        UsageError: The prices do not match the devices.
     """
-    own = price_by_kind(prices, problem.topology)
-    hourly = [problem.sharers * own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
+    by_kind = price_by_kind(prices, problem.topology)
+    hourly = [problem.sharers * by_kind[problem.topology.device(rank).name] for rank in range(problem.gpus)]
     answer = find_best_plan(problem)
     if answer.result.bound_seconds == inf:
         return ObjectiveResult(answer.result, answer)
@@ -54,8 +59,8 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
         unit="$/sample",
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
-        detail=f"{format_count(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
-        covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices alone",
+        detail=f"{format_count(used, 'device')} at {search.dollars(search.best):g} dollars an hour in total",
+        covers=f"{describe_coverage(problem, answer.result)}; each on the first devices by rank",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
@@ -65,7 +70,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
 
 @dataclass
 class _CostSearch:
-    """The cheapest plan so far; dollars per sample, and a bound on them for the plans searched so far."""
+    """Cheapest plan so far in dollars per sample, and a bound on the cost of the plans searched so far."""
 
     problem: Problem
     hourly: list[float]
@@ -75,7 +80,7 @@ class _CostSearch:
     bound: float = inf
 
     def run(self) -> None:
-        """Searches every number of devices, all of them first: that plan is known."""
+        """Search every number of devices. All devices come first, because that plan is known."""
         for count in self._counts():
             if self.best is not None and self.problem.budget.over:
                 self.bound = min(self.bound, self._work_cost())
@@ -84,7 +89,7 @@ class _CostSearch:
         if len(self.problem.topology.kinds) > 1 and not self.problem.options.use_all:
             self._look_at_kinds()
         if self.bound > self.cost * (1 + TIE):
-            # A plan on devices that are not the first: the bound must hold for any.
+            # The plan does not use the first devices, so the bound must hold for any devices.
             self.bound = self._work_cost()
         if self.bound > self.cost * (1 + TIE):
             raise DefectError(
@@ -92,7 +97,7 @@ class _CostSearch:
             )
 
     def _look_at_kinds(self) -> None:
-        """Searches plans on devices that are not the first."""
+        """Search plans on devices other than the first ones."""
         for plan in self.answer.by_planner.values():
             if isinstance(plan, ScoredPlan):
                 self._take(plan)
@@ -105,21 +110,21 @@ class _CostSearch:
         self.bound = min(self.bound, self._work_cost())
 
     def _look_at_group(self, group: Group, start: int) -> None:
-        """Searches plans on these devices, of which the first has rank `start`."""
+        """Search plans on these devices, the first of which has rank `start`."""
         alone = self._on(replace(self.problem.topology, groups=(group,)))
         least = self._cost(group.number * self.hourly[start], self._least_step(alone))
         if alone is None or least >= self.cost * (1 - TIE):
             return
         plan = search_again(alone, []).best
         if plan is not None:
-            # Where the group does not begin with a node, other links are crossed: scored again.
+            # If the group does not begin at a node, transfers cross other links, so the plan is scored anew.
             moved = _shift_devices(plan.proposal, start)
             scored = fastest(self.problem.space, [moved] if self.problem.allows(moved) else [])
             if scored is not None:
                 self._take(scored)
 
     def _work_cost(self) -> float:
-        """A bound on plans on any devices: each layer's work where it is the cheapest."""
+        """Return a bound on the cost of plans on any devices: each layer's work where it is cheapest."""
         problem, space, kinds, start = self.problem, self.problem.space, list[tuple[float, Space]](), 0
         for device, number in problem.topology.groups:
             alone = replace(problem.topology, groups=(Group(device, 1),))
@@ -131,8 +136,9 @@ class _CostSearch:
             share = min(1.0, MOST_COPIES / config.micro_batches)
             works = [
                 hourly * work
-                for hourly, own in kinds
-                if (work := own.cheapest_work(config.micro_batch_size, counts, first_share=share)) is not None
+                for hourly, kind_space in kinds
+                if (work := kind_space.cheapest_work(config.micro_batch_size, counts, first_share=share))
+                is not None
             ]
             if works:
                 bounds.append(config.micro_batches * float(np.minimum.reduce(works).sum()))
@@ -166,17 +172,20 @@ class _CostSearch:
             self._take(result.best)
 
     def _take(self, plan: ScoredPlan) -> None:
-        """Where it is cheaper."""
+        """Keep the plan if it is cheaper."""
         cost = self._cost(self.dollars(plan), plan.step_seconds)
         if cost < self.cost * (1 - TIE):
             self.best, self.cost = plan, cost
 
     def _with(self, count: int) -> Problem | None:
-        """The problem on the first devices."""
+        """Return the problem on the first `count` devices."""
         return self._on(self.problem.topology.with_gpus(count))
 
     def _on(self, topology: Topology) -> Problem | None:
-        """The problem on these devices; None where there is none, as for a global batch of other sizes."""
+        """Return the problem on these devices.
+
+        None if there is none, for example because of its global batch.
+        """
         options = replace(self.problem.options, mini_batch=self.problem.mini_batch)
         try:
             return replace(self.problem, topology=topology, options=options)
@@ -190,19 +199,26 @@ class _CostSearch:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))
 
     def dollars(self, plan: ScoredPlan) -> float:
-        """An hour of the devices of a plan."""
-        return sum(self.hourly[rank] for rank in {rank for own in plan.proposal.devices for rank in own})
+        """Return the dollars per hour of the devices of a plan."""
+        return sum(
+            self.hourly[rank]
+            for rank in {rank for stage_ranks in plan.proposal.devices for rank in stage_ranks}
+        )
 
     def _cost(self, hourly: float, step: float) -> float:
         return hourly / HOUR * step / self.problem.mini_batch
 
 
 def _shift_devices(proposal: Proposal, start: int) -> Proposal:
-    """The same on devices of later ranks."""
-    devices = tuple(tuple(rank + start for rank in own) for own in proposal.devices)
+    """Return the same plan on devices of later ranks."""
+    devices = tuple(tuple(rank + start for rank in stage_ranks) for stage_ranks in proposal.devices)
     return replace(proposal, devices=devices)
 
 
 def _inside(plans: list[ScoredPlan], count: int) -> list[ScoredPlan]:
-    """Those that use the first devices only."""
-    return [plan for plan in plans if all(rank < count for own in plan.proposal.devices for rank in own)]
+    """Return the plans that only use the first `count` devices."""
+    return [
+        plan
+        for plan in plans
+        if all(rank < count for stage_ranks in plan.proposal.devices for rank in stage_ranks)
+    ]

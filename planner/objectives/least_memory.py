@@ -1,9 +1,8 @@
-"""The least memory: of the plans whose step is nearly the fastest, the one whose fullest device holds least.
+"""Least memory: of the plans whose step is nearly the fastest, the one whose fullest device holds least.
 
-What a plan's fullest device holds, in whole bytes, is limited more and more, and the fastest plan under the
-limit searched each time. First the limit is bisected; once it is near, it is each time a byte below the last
-plan, until no plan is fast enough any more: then none with less memory exists, as far as each search was
-exact.
+The whole bytes of the fullest device are limited more and more, and the fastest plan under each limit is
+searched. First the limit is bisected. When the range is small, each limit is one byte below the last plan,
+until no plan is fast enough. Then no plan with less memory exists, as far as each search was exact.
 """
 
 from __future__ import annotations
@@ -22,24 +21,28 @@ from .objective_result import ObjectiveResult, peak_bytes, search_again, with_me
 NEAR = 1 / 128
 """Share of the memory that is left open when the bisection ends."""
 STEPS = 12
-"""Limits that are tried after it, a byte below the last plan each time."""
+"""Most limits to try after the bisection, each one byte below the last plan."""
 
 
 def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
-    """The plan with the least peak memory of a device among those whose step is at most `slack` longer than
-    the fastest one's."""
+    """Find the plan with the least peak memory whose step is at most `slack` longer than the fastest one's.
+
+    Args:
+        problem: What is asked.
+        slack: Share by which the step may be longer.
+    """
     answer = find_best_plan(problem)
     fastest = answer.best
     if fastest is None:
         return ObjectiveResult(answer.result, answer)
     search = _MemorySearch(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
-    # Whoever found it, of plans outside of the searched space nothing is proven.
+    # Nothing is proven about plans outside of the searched space.
     is_exact = answer.result.exact and is_searched(
         problem, to_searched_devices(problem, search.best.proposal)
     )
     exact = search.step_down() and is_exact
-    peak, before = (_whole_peak(problem, plan) for plan in (search.best, fastest))
+    peak, fastest_peak = (_whole_peak(problem, plan) for plan in (search.best, fastest))
     aim = Aim(
         name="memory",
         value=peak,
@@ -50,34 +53,34 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
         covers=describe_coverage(problem, answer.result),
     )
     note = (
-        f"the fastest plan takes {format_seconds(fastest.step_seconds)} a step and "
-        f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
-        f"{format_bytes(peak)} do"
+        f"the fastest plan needs {format_seconds(fastest.step_seconds)} a step and "
+        f"{format_bytes(fastest_peak)} on a device; with at most {100 * slack:g} % more time, "
+        f"{format_bytes(peak)} are enough"
     )
     return ObjectiveResult(with_bound(problem, search.best, answer.result), answer, aim, (note,))
 
 
 def _whole_peak(problem: Problem, plan: ScoredPlan) -> int:
-    """Whole bytes that what the fullest device holds fits into."""
+    """Return the bytes of the fullest device, rounded up."""
     return ceil(peak_bytes(problem.space, plan))
 
 
 @dataclass
 class _MemorySearch:
-    """The best plan so far, and the bytes below which there is none that is fast enough."""
+    """Best plan so far, and the bytes below which no plan is fast enough."""
 
     problem: Problem
     best: ScoredPlan
     most_seconds: float
     none_below: int = 0
     proven: bool = True
-    """Whether every limit that no plan was found for has none."""
+    """Whether the absence of plans was proven for every limit without a plan."""
 
     def __post_init__(self) -> None:
         self.peak = _whole_peak(self.problem, self.best)
 
     def fits(self, limit: int) -> bool:
-        """Whether a plan that is fast enough needs at most `limit` bytes."""
+        """Return whether a plan that is fast enough needs at most `limit` bytes."""
         result = search_again(with_memory_limit(self.problem, limit), [self.best])
         if result.best is not None and result.best.step_seconds <= self.most_seconds:
             self.best = result.best
@@ -90,7 +93,7 @@ class _MemorySearch:
         return False
 
     def bisect(self) -> None:
-        """Halves the range of limits until it is small."""
+        """Halve the range of limits until it is small."""
         low = 0
         while self.peak - low > max(NEAR * self.peak, 1):
             limit = (low + self.peak) // 2
@@ -98,5 +101,5 @@ class _MemorySearch:
                 low = limit
 
     def step_down(self) -> bool:
-        """Lowers the limit to the least memory; whether that is proven to be the least."""
+        """Lower the limit to the least memory; return whether it is proven to be the least."""
         return any(not (self.peak and self.fits(self.peak - 1)) for _ in range(STEPS)) and self.proven

@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 STEP_TIME, THROUGHPUT, MEMORY, COST = "step-time", "throughput", "memory", "cost"
 OBJECTIVES = (STEP_TIME, THROUGHPUT, MEMORY, COST)
 SLACK = 0.05
-"""Share by which a step may be longer than the fastest, so that less memory is needed."""
+"""Default share by which a step may be longer than the fastest to need less memory."""
 ANY = ""
-"""Instead of the name of a kind of device: whatever it is."""
+"""Key of a price for every kind of device."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`slack`: of `memory`, the share by which the step may be longer than the fastest. `prices`: of `cost`,
-    dollars per device hour by the name of the kind of device, or part of it; `ANY` for all others."""
+    """Objective of a plan.
+
+    Attributes:
+        name: Name of the objective.
+        slack: For `memory`, the share by which the step may be longer than the fastest.
+        prices: For `cost`, dollars per device hour by the name of a kind of device or a part of it; `ANY` for
+            all others.
+    """
 
     name: str = STEP_TIME
     slack: float = SLACK
@@ -36,12 +42,12 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name == COST and not self.prices:
             raise UsageError(
-                "objective='cost': what a device costs is missing",
+                "objective='cost': needs the price of a device",
                 "Give dollars per device hour: price=2.5, or by kind: price='A100=2.5,T4=0.35'.",
             )
         if self.name != COST and self.prices:
             raise UsageError(
-                f"`price` with objective={self.name!r}: prices say nothing there",
+                f"`price` with objective={self.name!r} has no effect",
                 "Give objective='cost', or omit `price`.",
             )
         for kind, dollars in self.prices.items():
@@ -49,12 +55,20 @@ class Objective:
                 text = f"'{kind}={dollars:g}'" if kind else f"{dollars:g}"
                 raise UsageError(
                     f"price={text}: must be above 0, from {LEAST_PRICE:g} to {MOST_PRICE:g}",
-                    "Give dollars per device hour; of what costs nothing, objective='step-time'.",
+                    "Give dollars per device hour. If devices are free, use objective='step-time'.",
                 )
 
 
 def parse_objective(text: str, prices: Mapping[str, float] | None = None) -> Objective:
-    """`step-time`, `throughput`, `memory`, `memory:10%` or `cost`. Raises UsageError."""
+    """Read `step-time`, `throughput`, `memory`, `memory:10%` or `cost`.
+
+    Args:
+        text: The text.
+        prices: Dollars per device hour.
+
+    Raises:
+        UsageError: The text is none of these.
+    """
     name, colon, share = text.partition(":")
     if name not in OBJECTIVES:
         near = difflib.get_close_matches(name, OBJECTIVES, n=1)
@@ -71,7 +85,7 @@ def _share(text: str, share: str) -> float:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", share.strip())
     if not match:
         raise UsageError(
-            f"objective={text!r}: is not how much longer than the fastest a step may be",
+            f"objective={text!r}: {share!r} is not a percentage",
             "Give it in percent: objective='memory:10%'.",
         )
     if float(match[1]) > MOST_SHARE:
@@ -83,14 +97,20 @@ def _share(text: str, share: str) -> float:
 
 
 def parse_prices(text: str) -> dict[str, float]:
-    """`2.5`, or `A100=2.5,T4=0.35`: dollars per device hour. Raises UsageError."""
+    """Read `2.5`, or `A100=2.5,T4=0.35`: dollars per device hour.
+
+    Raises:
+        UsageError: The text has another form.
+    """
     prices: dict[str, float] = {}
     for part in text.split(","):
         kind, equals, amount = part.rpartition("=")
         name = kind.strip()
         if (equals and not name) or name in prices:
             what = (
-                f"{name or 'the price of any device'} stands twice" if name in prices else "a kind is missing"
+                f"{name or 'the price of any device'} is given twice"
+                if name in prices
+                else "a kind is missing"
             )
             raise UsageError(f"price={text!r}: {what}", "Write price='A100=2.5,T4=0.35'.")
         try:
@@ -104,17 +124,26 @@ def parse_prices(text: str) -> dict[str, float]:
 
 
 def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, float]:
-    """Dollars per hour of every kind of device of a topology: of the price with its name, else with the
-    longest part of its name. Raises UsageError for a kind without a price, and a price of no kind."""
+    """Return the dollars per hour of every kind of device of a topology.
+
+    A kind takes the price whose key is the longest part of its name.
+
+    Args:
+        prices: Dollars per device hour.
+        topology: The devices.
+
+    Raises:
+        UsageError: A kind has no price, or a price has no kind.
+    """
     by_kind, used = dict[str, float](), set[str]()
     names = [kind.name for kind in topology.kinds]
     for name in names:
-        own = [key for key in prices if key.lower() in name.lower()]
-        key = max(own, key=len, default=None)
+        matching = [key for key in prices if key.lower() in name.lower()]
+        key = max(matching, key=len, default=None)
         if key is None:
             raise UsageError(
                 f"`price`: no price of {name}",
-                f"Give every kind one: price='{','.join(f'{n}=2.5' for n in names)}'.",
+                f"Price every kind: price='{','.join(f'{n}=2.5' for n in names)}'.",
             )
         by_kind[name] = prices[key]
         used.add(key)
@@ -122,21 +151,21 @@ def price_by_kind(prices: Mapping[str, float], topology: Topology) -> dict[str, 
     if idle:
         what = f"'{idle[0]}={prices[idle[0]]:g}'" if idle[0] else f"{prices[idle[0]]:g}"
         raise UsageError(
-            f"price={what}: is of no device here", f"The topology has {', '.join(names)}: name these."
+            f"price={what}: matches no device", f"The topology has {', '.join(names)}: price these."
         )
     return by_kind
 
 
 def _prices(name: str, value: Any) -> dict[str, float] | None:
-    """Dollars per device hour by kind: of a number, a text such as "A100=2.5,T4=0.35", or a mapping."""
+    """Return dollars per device hour by kind, from a number, a text ("A100=2.5,T4=0.35") or a mapping."""
     if value is None:
         return None
     if isinstance(value, str):
         return parse_prices(value)
     if isinstance(value, Mapping):
         return {
-            arguments.word(name, kind): arguments.number(f"{name}[{kind!r}]", own)
-            for kind, own in value.items()
+            arguments.word(name, kind): arguments.number(f"{name}[{kind!r}]", dollars)
+            for kind, dollars in value.items()
         }
     return {ANY: arguments.number(name, value)}
 
@@ -147,10 +176,14 @@ def _objective(default: Any, check: Any, form: str, help: str) -> Any:
 
 @options_class
 class ObjectiveOptions(Options):
-    """What the plan is to be the best of: "step-time"; "throughput", for which the weights may be an update
-    or more late; "memory", the least that the fullest device holds with a step at most 5 % longer than the
-    fastest ("memory:10%"); or "cost", dollars per sample. `price`: dollars per device hour, one for all or by
-    the kind of device."""
+    """What the plan is optimized for.
+
+    Attributes:
+        objective: "step-time"; "throughput", with gradients that may be an update or more late; "memory", the
+            least that the fullest device holds with a step at most 5 % longer than the fastest ("memory:10%"
+            for 10 %); or "cost", dollars per sample.
+        price: Dollars per device hour, for all or by kind of device.
+    """
 
     objective: Literal["step-time", "throughput", "memory", "cost"] | str = _objective(
         STEP_TIME,
@@ -168,5 +201,5 @@ class ObjectiveOptions(Options):
 
     @property
     def aim(self) -> Objective:
-        """Raises UsageError."""
+        """The objective. Raises UsageError if it is invalid."""
         return parse_objective(self.objective, self.price)

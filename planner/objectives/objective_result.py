@@ -1,4 +1,4 @@
-"""The result of an objective: a plan, what was proven of it, and what it is compared with."""
+"""Result of an objective: a plan, what was proven about it, and its comparisons."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from ..search.space import Space
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """`result`: the plan, with what was proven of the step of all plans. `answer`: the fastest plan, whose
-    comparisons the plan file shows. `aim`: what the plan is the best of, where that is not its step."""
+    """Plan of an objective.
+
+    Attributes:
+        result: The plan, with what was proven about the step of all plans.
+        answer: The fastest plan, whose comparisons the plan file shows.
+        aim: Value of the objective and its proof. None if it is the step.
+        notes: Notes for the plan file.
+    """
 
     result: SearchResult
     answer: JointSearchResult
@@ -26,12 +32,12 @@ class ObjectiveResult:
 
     @property
     def best(self) -> ScoredPlan | None:
-        """The plan, where one fits."""
+        """The plan; None if none fits."""
         return self.result.best
 
 
 def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
-    """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
+    """Return the fastest plan of a problem with other limits than those of the `seeds`."""
     if problem.options.planner != BEST:
         return find_best_plan(problem).result
     scored = fastest(problem.space, [plan.proposal for plan in seeds])
@@ -39,11 +45,11 @@ def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
 
 
 def with_memory_limit(problem: Problem, memory_limit: float) -> Problem:
-    """The same where no device may hold more bytes."""
+    """Return the problem with a limit of bytes for every device."""
     return replace(problem, options=replace(problem.options, memory_limit=memory_limit))
 
 
 def peak_bytes(space: Space, plan: ScoredPlan) -> float:
-    """What the device that needs most needs."""
+    """Return the bytes that the fullest device needs."""
     assembly = assemble(space, plan.proposal, plan.recompute)
     return max(sum(assembly.ledger(device).values()) for device in range(assembly.program.devices))

@@ -1,6 +1,6 @@
-"""From a problem and an objective to a plan file.
+"""Plan files from a problem and an objective.
 
-What serves one objective alone is imported where that is asked for.
+Code for a single objective is imported when it is used.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
 
 def _additional_space(objective: Objective, problem: Problem) -> str:
-    """What an objective adds to the searched space, in words. Asynchronous plans are searched along orders of
-    the devices, also where the bound on the others holds for any."""
+    """Describe what an objective adds to the searched space.
+
+    Asynchronous plans are searched along orders of the devices, even if the bound on the others holds for
+    any.
+    """
     if objective.name == COST:
-        return "; each on the first so many devices, or on those of one kind"
+        return "; each on the first devices by rank, or on those of one kind"
     if objective.name != THROUGHPUT:
         return ""
     from .throughput import asynchronous_names
@@ -46,17 +49,21 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
 
 
 def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
-    """The best plan for the objective, with what was proven. Raises UsageError."""
+    """Find the best plan for the objective.
+
+    Raises:
+        UsageError: The options do not combine with the objective.
+    """
     if problem.options.robust and objective.name != STEP_TIME:
         raise UsageError(
-            f"`{problem.options.robust_field}` with objective={objective.name!r}: it is of the step's time",
+            f"`{problem.options.robust_field}` with objective={objective.name!r}: it needs the step time",
             "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
         mode = problem.options.recompute
         if mode in UNPROPOSED:
             raise UsageError(
-                f"recompute={mode!r} with objective={THROUGHPUT!r}: it is searched of 1f1b and gpipe",
+                f"recompute={mode!r} with objective={THROUGHPUT!r}: it is only searched for 1f1b and gpipe",
                 "Omit one of the two.",
             )
         from .throughput import throughput
@@ -83,9 +90,20 @@ def solve_objective(
     warnings: Sequence[str] = (),
     compared: bool = True,
 ) -> Plan:
-    """The best plan for the objective; `compared` with others as any plan is, which takes longer.
+    """Build the best plan for the objective.
 
-    Raises UsageError, and InfeasibleError where nothing fits.
+    Args:
+        objective: The objective.
+        problem: What is asked.
+        model: Name of the model.
+        profile: The profile from which the plan is made.
+        notes: Notes to put first.
+        warnings: Warnings to put first.
+        compared: Whether to add baselines and alternatives, which takes longer.
+
+    Raises:
+        UsageError: The options do not combine with the objective.
+        InfeasibleError: Nothing fits.
     """
     first = problem.with_time_limit()
     for problem in (first, *smaller_defaults(first)):
@@ -109,12 +127,12 @@ def solve_objective(
         warnings=warnings,
         exact=outcome.result.exact if outcome.aim is None else outcome.aim.exact,
     )
-    besides, prediction = _additional_space(objective, problem), plan.prediction
+    added_space, prediction = _additional_space(objective, problem), plan.prediction
     if objective.name == THROUGHPUT:
         from .throughput import asynchronous_refusal
 
         if not asynchronous_refusal(problem):
-            covers = {"bound_covers": prediction.bound_covers + besides}
+            covers = {"bound_covers": prediction.bound_covers + added_space}
             prediction = prediction.model_copy(update=covers)
     default = plan.default_mini_batch
     if compared and outcome.aim is None:
@@ -123,7 +141,7 @@ def solve_objective(
         update={
             "prediction": prediction,
             "objective": outcome.aim,
-            "searched": plan.searched + besides,
+            "searched": plan.searched + added_space,
             "notes": unique([*outcome.notes, *plan.notes]),
             "default_mini_batch": default,
         }
@@ -131,12 +149,13 @@ def solve_objective(
 
 
 def step_time(problem: Problem) -> ObjectiveResult:
-    """The fastest plan, or its stages with larger micro-batches for batch norms (see `fill_batch_norms`).
+    """Find the fastest plan, or its stages with larger micro-batches for batch norms.
 
-    With `PlanOptions.robust`, of those near it the one with the best 90th percentile, or the best mean over
-    slow devices.
+    See `fill_batch_norms` for the latter. With `PlanOptions.robust`, the result is the most robust plan near
+    the fastest one.
 
-    Raises UsageError where nothing varies.
+    Raises:
+        UsageError: A robust plan is asked for and nothing varies.
     """
     if not problem.options.robust:
         answer = find_best_plan(problem)
@@ -166,13 +185,13 @@ def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """Find larger micro-batches for a plan whose batch norms normalise few samples.
 
     Args:
-        problem: The problem. The number of micro-batches is left to the search.
-        best: Its fastest plan.
+        problem: Problem in which the search chooses the number of micro-batches.
+        best: Fastest plan of the problem.
 
     Returns:
         The fastest plan with the same stages in which every replica gets `LEAST_SAMPLES` samples of a
-        micro-batch, or else the most samples, if its step is at most `NORM_COST` longer. None where there is
-        none, or none is needed.
+        micro-batch, or else the most samples, if its step is at most `NORM_COST` longer. None if no such
+        plan exists or none is needed.
     """
     config, most = best.config, max(best.proposal.replicas)
     wanted = min(LEAST_SAMPLES, problem.mini_batch)
@@ -185,7 +204,7 @@ def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
         for size in problem.sizes
         if size > config.micro_batch_size
     ]
-    proposals = [replace(best.proposal, config=own) for own in larger]
+    proposals = [replace(best.proposal, config=larger_config) for larger_config in larger]
     allowed = [proposal for proposal in proposals if problem.allows(proposal)]
     limit = best.step_seconds * (1 + NORM_COST)
     plans = [fastest(problem.space, [proposal], limit, required=False) for proposal in allowed]
@@ -197,7 +216,7 @@ def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
 
 
 def _norm_note(best: ScoredPlan, larger: ScoredPlan) -> str:
-    """What the larger micro-batches cost."""
+    """Return a note on how much slower the plan with larger micro-batches is."""
     cost, samples = larger.step_seconds / best.step_seconds - 1, larger.config.micro_batch_size
     return (
         f"micro-batches of {samples} samples, for the batch norms: {percent(cost)} slower than the fastest "
@@ -206,6 +225,7 @@ def _norm_note(best: ScoredPlan, larger: ScoredPlan) -> str:
 
 
 def _robust_aim(problem: Problem, robust: RobustPlan) -> Aim:
+    """Return the value of a robust plan."""
     from ..robust import DEVICE_SAMPLES
 
     slow = problem.options.slow_devices
@@ -223,7 +243,7 @@ def _robust_aim(problem: Problem, robust: RobustPlan) -> Aim:
 
 
 def _note(problem: Problem, robust: RobustPlan, fastest_seconds: float) -> str:
-    """How many plans were compared, and the steps over the draws of the chosen and of the fastest one."""
+    """Return a note on the number of compared plans, and the steps of the chosen and of the fastest plan."""
     what = "at the 90th percentile of" if problem.options.slow_devices is None else "by the mean of"
 
     def figures(steps: DrawnSteps) -> str:
@@ -235,6 +255,8 @@ def _note(problem: Problem, robust: RobustPlan, fastest_seconds: float) -> str:
     compared = f"compared {what} their step: {format_count(robust.compared, 'plan')}"
     high = figures(robust.fastest_steps)
     if robust.is_fastest:
-        return f"{compared}; the fastest plan is the best there, too, with {high}"
-    own, fastest = figures(robust.steps), format_seconds(fastest_seconds)
-    return f"{compared}; this one has {own}, the one that the search for the fastest found ({fastest}) {high}"
+        return f"{compared}; the fastest plan is also the best of these, with {high}"
+    chosen, fastest = figures(robust.steps), format_seconds(fastest_seconds)
+    return (
+        f"{compared}; this one has {chosen}, the one that the search for the fastest found ({fastest}) {high}"
+    )

@@ -1,22 +1,22 @@
-"""The exact search for the asynchronous pipeline with the highest throughput.
+"""Exact search for the asynchronous pipeline with the highest throughput.
 
-In steady state a micro-batch takes the longest of (a max-plus system's greatest cycle mean; see the tests)
+In the steady state a micro-batch takes the longest of (the greatest cycle mean of a max-plus system)
 
     the stages s..t of any run of them    [sum of (f + b) + 2 sum of c of the cuts between them] / (t - s + 1)
     any cut                               its occupancy
     any stage                             its all-reduce, shared by the micro-batches between two updates
-    any stage                             what its host takes to launch f and b
+    any stage                             host seconds to launch f and b
 
-with f, b the forward and backward seconds (with what is run again) and c = occupancy + latency of a cut. A
-stage i of p holds p - i micro-batches, so from F of stage s over F of stage t, B of t and back to F of s,
-t - s + 1 micro-batches further.
+with f, b the forward and backward seconds (recomputation included) and c = occupancy + latency of a cut.
+Stage i of p holds p - i micro-batches, so the cycle from F of stage s over F of stage t, B of t and back to F
+of s is t - s + 1 micro-batches later.
 
-Whether T seconds can be reached is then decided stage by stage from the last one back: with
+T seconds can be reached if a recursion from the last stage back succeeds: with
 
     h(s) = f + b - T + max(0, 2 c + h(s + 1))
 
-T is reached where no h is positive, and of all ways to continue the one with the least h is best. So a table
-by number of stages, device, place and replicas decides T, and T is bisected.
+T is reached if no h is positive, and the continuation with the least h is best. So a table by number of
+stages, device, place and replicas decides T, and T is bisected.
 """
 
 from __future__ import annotations
@@ -40,19 +40,26 @@ from ..search.stage_recompute import stage_modes
 from ..stage_table import Floats, Indices
 
 SAME = 1e-9
-"""Share of the seconds that the bisection leaves open, and below which two are equal."""
+"""Relative difference of seconds at which the bisection ends, and below which two are equal."""
 _LONGEST = 1e30
 """Seconds that no micro-batch takes."""
 Row = dict[int, Floats]
-"""By replicas, (positions + 1, cut points): the least h of a stage that starts there."""
+"""By replicas, the (positions + 1, cut points) least h of a stage that starts there."""
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class SteadySearch:
-    """The pipelines of a configuration on an order of the devices, with these numbers of replicas and of
-    stages. `micro_batches` of the configuration are those of a global batch. `on_all`: no device may stay
-    free."""
+    """Asynchronous pipelines of one configuration on one order of the devices.
+
+    Attributes:
+        space: Costs and limits.
+        config: Configuration. Its `micro_batches` are those of a global batch.
+        placement: Order of the devices.
+        replicas: Numbers of replicas.
+        stage_counts: Numbers of stages.
+        on_all: Whether every device must be used.
+    """
 
     space: Space
     config: PipelineConfig
@@ -63,7 +70,7 @@ class SteadySearch:
     _stages: dict[tuple[int, int], tuple[Floats, Floats, Bools]] = field(default_factory=dict)
 
     def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
-        """Find the plan with the least seconds a global batch, if below `limit`, and a bound on all."""
+        """Return the plan with the least seconds per global batch below `limit`, and a bound on all."""
         count = self.config.micro_batches
         if not self.choices.groups or not self.counts:
             return None, inf
@@ -82,7 +89,10 @@ class SteadySearch:
 
     @cached_property
     def counts(self) -> range:
-        """Numbers of stages: of 2BW no more than micro-batches between two updates, of XPipe more."""
+        """Numbers of stages.
+
+        PipeDream-2BW has at most as many as micro-batches between two updates, XPipe more.
+        """
         most = self.stage_counts[-1]
         least = self.config.micro_batches + 1 if self.config.schedule == XPIPE else 2
         if self.config.schedule == TWO_VERSIONS:
@@ -91,16 +101,19 @@ class SteadySearch:
 
     @cached_property
     def ranges(self) -> DeviceRanges:
-        """The runs of the devices in the order."""
+        """Runs of devices in the order."""
         return DeviceRanges(self.space, self.placement, self.replicas, self.on_all)
 
     @cached_property
     def choices(self) -> StageChoices:
-        """The stages on runs that cost the same."""
+        """Allowed stages on runs with equal costs."""
         return list_stage_choices(self.space, self.config, self.ranges, inf)
 
     def find_pipeline(self, seconds: float) -> ScoredPlan | None:
-        """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
+        """Return a pipeline whose micro-batches take at most `seconds` each, with the fewest stages.
+
+        None if there is none.
+        """
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
             rows = [] if self.space.limits.pins else rows
@@ -113,19 +126,19 @@ class SteadySearch:
         return None
 
     def _row(self, k: int, number: int, rows: Sequence[Row], seconds: float) -> Row:
-        """Least h of the k-th stage from the end, the one with this number from the start."""
+        """Return the least h of the k-th stage from the end, which is number `number` from the start."""
         self.space.budget.check()
         row = {replicas: np.full(self.choices.shape, inf) for replicas in self._crossing}
         afters = {replicas: self._after(replicas, rows[: k - 1], seconds) for replicas in row}
         for index, group in enumerate(self.choices.groups):
-            own = self._own(index, k, number, seconds)
+            work = self._own(index, k, number, seconds)
             after = np.maximum(afters[group.replicas][group.afters], 0.0)
-            least = np.min(own[None] + after[:, None, :], axis=2)
+            least = np.min(work[None] + after[:, None, :], axis=2)
             row[group.replicas][group.positions] = np.where(least <= 0, least, inf)
         return row
 
     def _own(self, index: int, k: int, number: int, seconds: float) -> Floats:
-        """Seconds f + b - T of every allowed stage, inf of all others: (cut points, cut points)."""
+        """Return (cut points, cut points) seconds f + b - T of every allowed stage, inf for all others."""
         computing, waiting, _ = self._stage(index, k)
         work = np.where(waiting <= seconds, computing - seconds, inf)
         start, end = np.nonzero(np.isfinite(work))
@@ -133,34 +146,39 @@ class SteadySearch:
         return work
 
     def _stage(self, index: int, k: int) -> tuple[Floats, Floats, Bools]:
-        """Of a group as the k-th stage from the end, (cut points, cut points) each: seconds f + b, the longer
-        of launches and all-reduce, and which recompute."""
+        """Return three (cut points, cut points) figures of a group's stages as the k-th stage from the end.
+
+        They are the seconds f + b, the longer of launches and all-reduce, and whether the stage recomputes.
+        """
         if (index, k) not in self._stages:
             group, schedule = self.choices.groups[index], find_schedule(self.config.schedule)
             costs, table = group.costs, group.costs.table
             options: LedgerOptions = {**costs.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
             computing = np.full(costs.forward.shape, inf)
-            again = np.zeros(costs.forward.shape, dtype=np.bool_)
+            recomputes = np.zeros(costs.forward.shape, dtype=np.bool_)
             for mode in reversed(stage_modes(self.config)):
                 in_flight, recompute = schedule.in_flight(0, k, k), mode != "never"
                 need = table.memory(in_flight, mode, self.space.optimizer, group.replicas, **options)
                 fits = self.space.usable & (need <= costs.limit * (1 + 1e-12))
-                own = costs.forward * (1 + recompute) + costs.backward
-                computing, again = np.where(fits, own, computing), np.where(fits, recompute, again)
+                mode_seconds = costs.forward * (1 + recompute) + costs.backward
+                computing, recomputes = (
+                    np.where(fits, mode_seconds, computing),
+                    np.where(fits, recompute, recomputes),
+                )
             (ranks,) = self.ranges.devices_at(group.keys[:1].tolist(), [group.replicas])
             reduced = reduced_seconds(self.space, ranks, np.asarray(table.stage_bytes.trainable))
-            launches = table.forward_launch * (1 + again) + table.backward_launch
+            launches = table.forward_launch * (1 + recomputes) + table.backward_launch
             waiting = np.maximum(reduced / self.config.micro_batches, launches)
-            self._stages[index, k] = computing, waiting, again
+            self._stages[index, k] = computing, waiting, recomputes
         return self._stages[index, k]
 
     @cached_property
     def _crossing(self) -> dict[int, Floats]:
-        """Bytes of each replica's share that cross a cut: by replicas, (cut points,)."""
+        """By replicas, the (cut points,) bytes of each replica's share that cross a cut."""
         return {group.replicas: group.costs.table.crossing for group in self.choices.groups}
 
     def _after(self, replicas: int, rows: Sequence[Row], seconds: float) -> Floats:
-        """Least 2 c + h of what follows a stage, by where it ends: (positions + 1, cut points)."""
+        """Return the (positions + 1, cut points) least 2 c + h of what follows a stage, by where it ends."""
         if not rows:
             return self.choices.after_last
         after = np.full(self.choices.shape, inf)
@@ -175,16 +193,21 @@ class SteadySearch:
         return self.ranges.starts_from(self.ranges.devices_before)
 
     def _cut(self, replicas: int, following: int, seconds: float) -> Floats:
-        """Seconds 2 c of a cut between stages with these replicas, (pairs of `_follows`, cut points); inf if
-        the cut alone is too slow."""
+        """Return (pairs of `_follows`, cut points) seconds 2 c of a cut between stages with these replicas.
+
+        They are inf if the cut alone is too slow.
+        """
         at = (self.replicas.index(replicas), *self._follows)
-        latency, each = (values[at][:, None] for values in self.ranges.routes(following))
-        with np.errstate(invalid="ignore"):  # no bytes on no way
-            occupancy = np.maximum(self._crossing[replicas], self._crossing[following])[None] * each
+        latency, pace = (values[at][:, None] for values in self.ranges.routes(following))
+        with np.errstate(invalid="ignore"):  # 0 bytes times inf seconds per byte
+            occupancy = np.maximum(self._crossing[replicas], self._crossing[following])[None] * pace
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
     def _trace(self, rows: Sequence[Row], replicas: int, position: int, seconds: float) -> ScoredPlan:
-        """Trace the pipeline in the tables; its `step_seconds` are those of the module's formula."""
+        """Return the pipeline that the tables contain.
+
+        Its `step_seconds` are those of the module's formula.
+        """
         (ends, begins), place, cuts = self._follows, 0, list[int]()
         devices, modes = list[tuple[int, ...]](), list[Recompute]()
         for k in range(len(rows), 0, -1):
@@ -195,8 +218,8 @@ class SteadySearch:
             )
             devices += self.ranges.devices_at([position], [replicas])
             after = self._after(replicas, rows[: k - 1], seconds)[position + replicas]
-            own = self._own(index, k, len(rows) - k, seconds)[place]
-            end = int(np.argmin(own + np.maximum(after, 0.0)))
+            work = self._own(index, k, len(rows) - k, seconds)[place]
+            end = int(np.argmin(work + np.maximum(after, 0.0)))
             modes.append("always" if self._stage(index, k)[2][place, end] else "never")
             place = end
             cuts.append(end)
@@ -213,5 +236,5 @@ class SteadySearch:
                 )
         points = self.space.table(self.space.chain.sizes[0]).cut_points
         proposal = Proposal(self.config, tuple(points[cut] for cut in cuts), tuple(devices))
-        each = pace(self.space, proposal, modes)
-        return ScoredPlan(proposal, tuple(modes), each * self.config.micro_batches)
+        micro_batch_seconds = pace(self.space, proposal, modes)
+        return ScoredPlan(proposal, tuple(modes), micro_batch_seconds * self.config.micro_batches)

@@ -1,9 +1,9 @@
-"""Plans with the highest throughput, among those that flush the pipeline and those that never do.
+"""Plans with the highest throughput, synchronous and asynchronous.
 
 If gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
-searched exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches
-and the same orders of devices and replicas as the other plans. Their weight versions count in the memory.
-WPipe is searched too (`shape_search`) if there are few cut points, with equal replicas of every stage.
+searched exactly (`steady_search`), from two stages on, with every micro-batch size with known costs and the
+same orders of devices and replicas as the other plans. Their weight versions count in the memory. WPipe is
+searched too (`shape_search`) if there are few cut points, with equal replicas of every stage.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from .objective_result import ObjectiveResult
 from .steady_search import SteadySearch
 
 CUTS_A_SECOND = 3.3e6
-"""Cuts of the two parts of a device that may be searched in a second."""
+"""Cuts of the two parts of a device that can be searched in a second."""
 MOST_PLACES = 26
-"""Cut points, with both ends, of chains that WPipe is searched of."""
+"""Most cut points of chains for which WPipe is searched."""
 SHARE = 0.45
 """Share of the time limit's work for WPipe."""
 ENDLESS = 2**62
 """Micro-batches of a run that does not end."""
 COARSE = (24, 48)
-"""Numbers of blocks of layers that are searched first: their plans let the search of all cuts prune."""
+"""Numbers of blocks of layers that are searched first. Their plans let the search of all cuts prune."""
 
 
 def throughput(problem: Problem) -> ObjectiveResult:
-    """The plan with the most samples a second: the best that flushes, or an asynchronous one."""
+    """Find the plan with the most samples per second: the best synchronous or asynchronous one."""
     answer = find_best_plan(problem)
     step = inf if answer.best is None else answer.best.step_seconds
     refusal = asynchronous_refusal(problem)
@@ -75,14 +75,16 @@ def throughput(problem: Problem) -> ObjectiveResult:
 
 
 def asynchronous_refusal(problem: Problem) -> str:
-    """Why asynchronous schedules are left out; nothing where they are not."""
+    """Return why asynchronous schedules are left out; empty if they are not."""
     options, runtime = problem.options, problem.runtime
     if options.planner not in (BEST, PIPEDREAM):
-        return f"the planner {options.planner} makes no asynchronous plan"
+        return f"the planner {options.planner} proposes no asynchronous plans"
     if options.zero:
-        return f"ZeRO-{options.zero} gathers the weights once a step: asynchronous schedules were left out"
+        return (
+            f"asynchronous schedules were not searched: ZeRO-{options.zero} gathers the weights once per step"
+        )
     if options.schedule != "auto":
-        return f"schedule {options.schedule} was given: asynchronous ones were left out"
+        return f"asynchronous schedules were not searched: schedule={options.schedule!r} was given"
     if runtime is not None and not runtime.schedules & set(ASYNCHRONOUS):
         return f"{runtime.name} runs no asynchronous schedule"
     if not _modes(problem):
@@ -91,14 +93,14 @@ def asynchronous_refusal(problem: Problem) -> str:
 
 
 def asynchronous_names(problem: Problem) -> list[str]:
-    """The schedules that are in the running."""
+    """Return the asynchronous schedules that are searched."""
     names = [PIPEDREAM, TWO_VERSIONS]
     names += [XPIPE] if problem.options.optimizer in PREDICTING else []
     return names + ([WPIPE] if wpipe_shapes(problem) else [])
 
 
 def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
-    """Of all plans what was found of the two kinds."""
+    """Return the result for synchronous and asynchronous plans together, with the smaller bound."""
     plan = result.best if best is None else best
     step = inf if plan is None else plan.step_seconds
     proven = min(result.bound_seconds, bound)
@@ -110,10 +112,10 @@ def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) ->
 
 
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
-    """Find the asynchronous pipeline with the fewest seconds a global batch.
+    """Find the asynchronous pipeline with the fewest seconds per global batch.
 
-    Coarse cut points are searched first. Their plan is the limit of the search of all cuts, which often needs
-    one trial to find that nothing is faster.
+    Coarse cut points are searched first. Their plan is the limit for the search of all cuts, which often
+    needs one trial to find that nothing is faster.
 
     Args:
         problem: What is asked.
@@ -122,7 +124,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     Returns:
         The plan, or None if none is below `limit`, and a lower bound on all asynchronous plans.
     """
-    # Each stage updates its weights at its own time: those that share one stay together.
+    # Stages update their weights at different times, so users of one weight stay on one stage.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
     best: ScoredPlan | None = None
     if problem.options.planner == PIPEDREAM:
@@ -149,7 +151,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
 
 
 def _searches(problem: Problem) -> Iterator[tuple[SteadySearch, bool]]:
-    """Searches by configuration and order of the devices, each with whether it covers all of their plans."""
+    """Yield the searches by configuration and order of the devices, each with whether it covers all plans."""
     configs = asynchronous_configs(problem)
     for space, counts, is_whole in _spaces(problem):
         for config in configs:
@@ -163,14 +165,14 @@ def _searches(problem: Problem) -> Iterator[tuple[SteadySearch, bool]]:
 
 
 def wpipe_shapes(problem: Problem) -> list[PipelineShape]:
-    """WPipe on the first devices of every order, by stages and replicas; none if there are too many cuts."""
+    """Return WPipe on the first devices of every order, by stages and replicas; empty for too many cuts."""
     places = len(problem.space.table(problem.space.chain.sizes[0]).cut_points)
     runtime, batch, shapes = problem.runtime, problem.mini_batch, list[PipelineShape]()
     unknown = runtime is not None and WPIPE not in runtime.schedules
     if problem.options.planner != BEST or problem.space.is_long or places > MOST_PLACES or unknown:
         return []
-    every = product(_modes(problem), problem.sizes, problem.placements, problem.stage_counts[1:])
-    for mode, size, placement, stages in every:
+    combinations = product(_modes(problem), problem.sizes, problem.placements, problem.stage_counts[1:])
+    for mode, size, placement, stages in combinations:
         if 2 * stages >= places or batch // size % stages:
             continue
         program = find_schedule(WPIPE).program(stages, 4 * stages, 2)
@@ -190,27 +192,30 @@ def _fits_devices(problem: Problem, size: int, stages: int, replicas: int) -> bo
 
 
 def _replica_counts(problem: Problem) -> tuple[int, ...]:
-    """Numbers of replicas that a stage may have."""
+    """Return the numbers of replicas that a stage may have."""
     if problem.families:
         return tuple(sorted({count for family in problem.families for count in family.replicas}))
     return tuple(range(1, problem.usable_gpus + 1))
 
 
 def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
-    """Cut points and numbers of replicas to search, and whether these are all: coarse ones first."""
-    space, every = problem.space, _replica_counts(problem)
-    few = tuple(count for count in every if count & (count - 1) == 0)
+    """Yield cut points and numbers of replicas to search, coarse ones first, and whether these are all."""
+    space, all_counts = problem.space, _replica_counts(problem)
+    powers = tuple(count for count in all_counts if count & (count - 1) == 0)
     for blocks in COARSE:
         if space.table(space.chain.sizes[0]).blocks > blocks:
-            yield thin_cuts(space, blocks), few, False
+            yield thin_cuts(space, blocks), powers, False
     if not space.is_long:
-        yield space, every, problem.every_replica_count
+        yield space, all_counts, problem.every_replica_count
 
 
 def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
-    """Schedules and micro-batches: of PipeDream the whole global batch, which updates at once; of 2BW as many
-    as there are stages, or more; of XPipe fewer than there are stages, as with more 2BW is as fast and holds
-    a version less, and where the optimizer has moments to predict with."""
+    """Return the asynchronous schedules with their micro-batches.
+
+    A micro-batch of PipeDream is the whole global batch. PipeDream-2BW has at least as many micro-batches as
+    stages. XPipe has fewer, because with more of them 2BW is as fast and holds one version less. XPipe needs
+    an optimizer with moments from which it predicts weights.
+    """
     batch = problem.mini_batch
     configs = [
         PipelineConfig(TWO_VERSIONS, mode, batch // size, size)
@@ -218,14 +223,16 @@ def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
         for size in problem.sizes
         if batch // size > 1
     ]
-    whole = [PipelineConfig(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
-    few = [
+    pipedream = [
+        PipelineConfig(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes
+    ]
+    xpipe = [
         PipelineConfig(XPIPE, mode, batch // size, size)
         for mode in _modes(problem)
         for size in problem.sizes
         if batch // size < problem.stage_counts[-1] and problem.options.optimizer in PREDICTING
     ]
-    return whole + configs + few
+    return pipedream + configs + xpipe
 
 
 def _modes(problem: Problem) -> tuple[Mode, ...]:
@@ -233,7 +240,7 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 
 
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
-    """The plans of PipeDream's dynamic programme, as simulated."""
+    """Yield the plans of PipeDream's dynamic programme with their simulated seconds."""
     for config in asynchronous_configs(problem):
         recompute: Literal["never", "always"] = "always" if config.recompute == "always" else "never"
         with suppress(UsageError, OutOfTime):
@@ -259,12 +266,22 @@ def plan_asynchronous(
     recompute: Literal["never", "always"] = "never",
     use_all: bool = False,
 ) -> Proposal | None:
-    """The pipeline with the highest throughput of global batches of that size, each of which updates the
-    weights, and its seconds a batch by the recurrence; None where none fits.
+    """Return the asynchronous pipeline with the highest throughput, by a recurrence of PipeDream.
 
-    Stage i of p keeps the weight versions and holds the activations that the asynchronous schedule says
-    (PipeDream: p - i of both). Exact for the recurrence and the memory limits, up to `WORK`; fewer devices
-    are used where more are not faster, unless `use_all`.
+    Each global batch updates the weights. Stage i of p keeps the weight versions and activations of the
+    asynchronous schedule (PipeDream: p - i of both). The result is exact for the recurrence and the memory
+    limits, up to `WORK`.
+
+    Args:
+        space: Costs and limits.
+        mini_batch: Samples of a global batch.
+        recurrence: Which of PipeDream's recurrences to use.
+        schedule: Name of the schedule.
+        recompute: Recomputation of all stages.
+        use_all: Whether every device must be used. Otherwise fewer are used if more are not faster.
+
+    Returns:
+        The pipeline with its seconds per batch by the recurrence; None if none fits.
     """
     gpus = space.topology.gpus
     if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):

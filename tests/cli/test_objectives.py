@@ -208,7 +208,7 @@ def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
     ("options", "word"),
     [
         ("--objective speed", "not known"),
-        ("--objective cost", "what a device costs is missing"),
+        ("--objective cost", "needs the price of a device"),
         ("--objective cost --price 0", "must be above 0"),
         ("--objective cost --price T4=1", "no price of"),
         ("--price 2", "prices say nothing there"),

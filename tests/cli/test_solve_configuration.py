@@ -421,7 +421,7 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--pp", "1"], 2, "--pp 1"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--offload"], 2, "do not offload"),
         (["--gpus", "8", "--gpu", "h100", "--host-bandwidth", "0GB/s"], 2, "--host-bandwidth 0GB/s"),
-        (["--gpus", "101", "--gpu", "h100", "--by-stage"], 2, "101 devices have no equal parts"),
+        (["--gpus", "101", "--gpu", "h100", "--by-stage"], 2, "101 devices do not divide into"),
         (
             [
                 "--gpus",

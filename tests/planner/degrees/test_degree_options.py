@@ -115,9 +115,9 @@ def test_one_value_by_name(given: dict[str, Any], expected: dict[str, Any]) -> N
     [
         ({"fix": {"tp": 0}}, "tp=0: must be at least 1"),
         ({"fix": {"zero": 4}}, "zero=4: must be 0, 1, 2 or 3"),
-        ({"fix": {"dp": 2}}, "fix=dp: is no degree"),
+        ({"fix": {"dp": 2}}, "fix=dp: is not a degree"),
         ({"fix": 8}, "fix=8: must be degrees by their names"),
-        ({"fix": {"tp": 8}, "tp": (2, 4)}, "tp=2,4: is not the 8 of `fix`"),
+        ({"fix": {"tp": 8}, "tp": (2, 4)}, "tp=2,4: contradicts the 8 of `fix`"),
     ],
 )
 def test_values_by_name_that_are_refused(given: dict[str, Any], says: str) -> None:

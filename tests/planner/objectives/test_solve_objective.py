@@ -132,5 +132,5 @@ def test_what_is_said_of_a_robust_plan(small_problem: MakeProblem) -> None:
     robust.is_fastest, robust.compared = True, 1
     assert _note(varied, robust, 2.0) == (
         "compared at the 90th percentile of their step: 1 plan; "
-        "the fastest plan is the best there, too, with 4.00 s"
+        "the fastest plan is also the best of these, with 4.00 s"
     )

@@ -40,9 +40,9 @@ def test_a_plan_below_its_bound_is_a_defect() -> None:
     [
         ({}, ""),
         ({"planner": "pipedream"}, ""),
-        ({"planner": "even"}, "the planner even makes no asynchronous plan"),
-        ({"zero": 1}, "ZeRO-1 gathers the weights once a step: asynchronous schedules were left out"),
-        ({"schedule": "1f1b"}, "schedule 1f1b was given: asynchronous ones were left out"),
+        ({"planner": "even"}, "the planner even proposes no asynchronous plans"),
+        ({"zero": 1}, "asynchronous schedules were not searched: ZeRO-1 gathers the weights once per step"),
+        ({"schedule": "1f1b"}, "asynchronous schedules were not searched: schedule='1f1b' was given"),
         ({"runtime": "deepspeed"}, "deepspeed runs no asynchronous schedule"),
         ({"recompute": "always"}, ""),
     ],

@@ -228,7 +228,7 @@ def test_where_the_fastest_is_the_most_robust_it_stays(make_problem: MakeProblem
     nominal = solved(problem)
     assert plan.balance == nominal.balance
     assert plan.prediction == nominal.prediction
-    assert any("the fastest plan is the best there, too" in note for note in plan.notes)
+    assert any("the fastest plan is also the best of these" in note for note in plan.notes)
 
 
 def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
