@@ -211,7 +211,7 @@ def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
         ("--objective cost", "needs the price of a device"),
         ("--objective cost --price 0", "must be above 0"),
         ("--objective cost --price T4=1", "no price of"),
-        ("--price 2", "prices say nothing there"),
+        ("--price 2", "has no effect"),
         ("--csv x.csv", "is of --sweep"),
         ("--jobs 2", "--jobs 2: is of --sweep"),
         ("--backend dask", "--backend dask: is of --sweep"),

@@ -419,7 +419,7 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--virtual-stages", "2"], 2, "--virtual-stages 2"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--pp", "1"], 2, "--pp 1"),
-        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--offload"], 2, "do not offload"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--offload"], 2, "does not combine"),
         (["--gpus", "8", "--gpu", "h100", "--host-bandwidth", "0GB/s"], 2, "--host-bandwidth 0GB/s"),
         (["--gpus", "101", "--gpu", "h100", "--by-stage"], 2, "101 devices do not divide into"),
         (

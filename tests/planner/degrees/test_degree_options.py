@@ -82,12 +82,12 @@ def test_what_leaves_degrees_by_stage(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pp": 1}, "pp=1: no degrees by stage"),
-        ({"pp": 2**20}, "no degrees by stage"),
-        ({"virtual_stages": (2, 4)}, "virtual_stages=2,4: no degrees by stage"),
-        ({"zero": (2, 3)}, "zero=2,3: no degrees by stage"),
-        ({"zero": 2}, "zero=2: no degrees by stage"),
-        ({"offload": True}, "offload: no degrees by stage"),
+        ({"pp": 1}, "pp=1: leaves no degrees by stage"),
+        ({"pp": 2**20}, "leaves no degrees by stage"),
+        ({"virtual_stages": (2, 4)}, "virtual_stages=2,4: leaves no degrees by stage"),
+        ({"zero": (2, 3)}, "zero=2,3: leaves no degrees by stage"),
+        ({"zero": 2}, "zero=2: leaves no degrees by stage"),
+        ({"offload": True}, "offload: does not combine with degrees by stage"),
     ],
 )
 def test_what_leaves_none_by_stage(given: dict[str, Any], says: str) -> None:
