@@ -345,7 +345,7 @@ class Prediction(_PlanPart):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Interval of the step in seconds: the wider of [low, high] and step ± uncertainty. None if unknown."""
+        """Wider interval of [low, high] and step ± uncertainty, in seconds. None if neither is known."""
         error = (self.uncertainty or 0.0) * self.step_seconds
         if self.low_seconds is None or self.high_seconds is None:
             return (self.step_seconds - error, self.step_seconds + error) if error else None

@@ -1,1 +1,1 @@
-"""Why a plan is as it is: one file for each question that `pplan explain` and `pplan compare` answer."""
+"""Explanations of a plan: one module for each question that `pplan explain` and `pplan compare` answer."""

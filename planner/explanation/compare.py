@@ -1,9 +1,9 @@
-"""Plans side by side: those of several files, or what every named planner makes of one plan's problem.
+"""Comparison of plans: those of several files, or what every named planner makes of one plan's problem.
 
-Other methods are ways to train on the same devices that are no plans of pplan, by time models of their own.
-Data parallelism through all-reduces without overlap, parameter servers and shared memory
-(`cost_models.data_parallel`), HetPipe's virtual workers, and Asteroid's unequal shares. They are told with
-their time, memory and staleness; what staleness does to the loss is not predicted.
+Other methods are ways to train on the same devices that are not plans of pplan, with separate time models:
+data parallelism through all-reduces without overlap, parameter servers and shared memory
+(`cost_models.data_parallel`), HetPipe's virtual workers, and Asteroid's unequal shares. They are listed with
+their time, memory and staleness. The effect of staleness on the loss is not predicted.
 """
 
 from __future__ import annotations
@@ -40,11 +40,22 @@ Watts = Mapping[str, tuple[float, float]]
 
 
 class ComparisonRow(Record):
-    """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
-    bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
-    `estimate_seconds`: of the step as its planner counts it. `slower`: seconds a sample over those of the
-    first plan, less 1. `energy_joules`: of a step, where the watts of the devices are given. The throughput
-    of a GPU is that of the plan's prediction, for a transformer's configuration."""
+    """A plan in a comparison, or the `reason` why a planner has none.
+
+    Attributes:
+        name: Name of the plan or planner.
+        plan: The plan.
+        bubble: Idle share of the devices' time.
+        gap: Step over the best bound that the searches behind the compared plans proved for its problem,
+            minus 1. None if there is none.
+        slower: Seconds per sample over those of the first plan, minus 1.
+        estimate_seconds: Step by the planner's own estimate.
+        energy_joules: Energy of a step, if the power of the devices is given.
+        reason: Why there is no plan.
+        tokens_per_second_per_gpu: Throughput of a GPU by the plan's prediction, for a transformer.
+        tflops_per_gpu: Model FLOPs in 10**12 per second and GPU, for a transformer.
+        mfu: Model FLOPs utilization, for a transformer.
+    """
 
     name: str
     plan: PlanRow | None = None
@@ -60,20 +71,20 @@ class ComparisonRow(Record):
 
     @property
     def step_seconds(self) -> float | None:
-        """Step time of the plan; None where there is none."""
+        """Step of the plan in seconds; None if there is no plan."""
         return None if self.plan is None else self.plan.step_seconds
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of the device that needs most."""
+        """Bytes of the fullest device; None if there is no plan."""
         return None if self.plan is None else max(self.plan.memory_bytes)
 
 
 class PlanComparison(Document):
-    """The plans in the order in which they were given, then what the planners made, the fastest first.
+    """Plans in the given order, then those of the planners, fastest first.
 
-    `first_slower`: the first plan's seconds a sample over those of the best of the others, less 1.
-    `other_methods`: what is no plan of pplan, by its own time model.
+    `first_slower` is the first plan's seconds per sample over those of the best other plan, minus 1.
+    `other_methods` are methods that are not plans of pplan, by their time models.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -84,10 +95,11 @@ class PlanComparison(Document):
     other_methods: list[OtherMethod] = []
 
     def __repr__(self) -> str:
+        """Return the names of the plans."""
         return f"<PlanComparison of {', '.join(row.name for row in self.rows[:8])}>"
 
     def _repr_html_(self) -> str:
-        """Of a notebook."""
+        """Return a table for a notebook."""
         rows = [
             [
                 row.name,
@@ -106,8 +118,13 @@ def compare_plans(
     context: ExplainContext | None = None,
     watts: Watts | None = None,
 ) -> PlanComparison:
-    """The plans by their names; with the problem of the first, what all named planners make of it, too, and
-    the energy of their steps where the `watts` are given."""
+    """Compare plans.
+
+    Args:
+        plans_by_name: The plans by name.
+        context: Problem of the first plan. If given, all named planners are compared with it, too.
+        watts: Power of the devices by kind, for the energy of their steps.
+    """
     first = plans_by_name[0][1]
     bounds = [_bound(plan) for _, plan in plans_by_name]
     rows, methods, energy = list[ComparisonRow](), list[OtherMethod](), None
@@ -118,7 +135,7 @@ def compare_plans(
         busy, step = busy_seconds(first.stages, first.micro_batches), first.prediction.step_seconds
         energy = energy_joules(context.problem.topology, busy, step, watts or {})
         searched = (_problem(first), answer.result.bound_seconds)
-    own = [
+    given = [
         _row(
             name,
             plan.row,
@@ -131,14 +148,14 @@ def compare_plans(
         )
         for name, plan in plans_by_name
     ]
-    every, rate = [*own, *rows], first.mini_batch / first.prediction.step_seconds
-    rates = [row.plan.samples_per_second for row in every[1:] if row.plan is not None]
+    all_rows, rate = [*given, *rows], first.mini_batch / first.prediction.step_seconds
+    rates = [row.plan.samples_per_second for row in all_rows[1:] if row.plan is not None]
     return PlanComparison(
         rows=[
             row
             if row.plan is None
             else row.model_copy(update={"slower": rate / row.plan.samples_per_second - 1})
-            for row in every
+            for row in all_rows
         ],
         first_slower=max(rates) / rate - 1 if rates else None,
         notes=list(_differences(plans_by_name)),
@@ -147,15 +164,16 @@ def compare_plans(
 
 
 Key = tuple[str, ...]
+"""Values that identify a problem."""
 
 
 def _problem(plan: Plan) -> Key:
-    """What plans have in common of whose steps one bound tells."""
+    """Return what plans share if one bound holds for their steps."""
     return tuple(plan.problem.values())
 
 
 def _bound(plan: Plan) -> tuple[Key, float]:
-    """What was proven of all plans of the problem; 0 where there was no search, or one of some of them."""
+    """Return what was proven about all plans of the problem; 0 without a search of all plans."""
     default = PlanOptions()
     same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
     narrowed = replace(plan.options, **same) != default
@@ -173,30 +191,29 @@ _NOT_NARROWING = (
     "slow_devices",
     "seconds_of",
 )
-"""Options that leave the search all plans of a problem, or are of the problem."""
+"""Options that do not exclude plans, or that belong to the problem."""
 
 
 def _proven_bound(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
-    """The best bound on the plan's step, 0 where there is none: its own, or of a search for its problem among
-    whose plans it is."""
-    step, own = plan.prediction.step_seconds, plan.prediction.lower_bound_seconds
+    """Return the best bound on the plan's step, or 0: its own, or that of a search of its problem."""
+    step, plan_bound = plan.prediction.step_seconds, plan.prediction.lower_bound_seconds
     key = _problem(plan)
     searched = plan.schedule in SEARCHED and plan.training is None
     shared = max((seconds for other, seconds in bounds if other == key and searched), default=0.0)
     if 0 < shared <= step * (1 + TIE):
         return shared
-    return 0.0 if plan.is_fixed_partition else own
+    return 0.0 if plan.is_fixed_partition else plan_bound
 
 
 def _row(name: str, plan: PlanRow, bound: float, **figures: Any) -> ComparisonRow:
-    """A plan against a bound, 0 where there is none, with other figures."""
+    """Return a plan's row with its gap to a bound (0 for none) and other figures."""
     step = plan.step_seconds
     gap = max(step / bound - 1, 0.0) if 0 < bound <= step * (1 + TIE) else None
     return ComparisonRow(name=name, plan=plan, gap=gap, **figures)
 
 
 def _of_planners(context: ExplainContext, answer: JointSearchResult, watts: Watts) -> list[ComparisonRow]:
-    """The joint search, and each named planner; those without a plan last."""
+    """Return rows of the joint search and each named planner, those without a plan last."""
     plans: dict[str, ScoredPlan | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
     rows = [_of_planner(context, answer, name, plan, watts) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
@@ -215,42 +232,52 @@ def _of_planner(
         plan_row(plan, memory_bytes=[stage.memory_bytes for stage in stages]),
         answer.result.bound_seconds,
         bubble=bubble(space, plan),
-        # That of the planner which proposed the best plan is told in its own row.
+        # The estimate is shown in the row of the planner that proposed the best plan.
         estimate_seconds=None if name == BEST else plan.proposal.estimate_seconds,
         energy_joules=energy_joules(context.problem.topology, busy, step, watts),
     )
 
 
 def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
-    """Settings in which the plans differ, so that their figures cannot be compared directly."""
-    (first, own), *others = plans_by_name
-    for name, plan in others:
-        if plan.model != own.model:
-            yield f"{name} is for {plan.model}, {first} for {own.model}"
-        elif plan.profile.sha256 != own.profile.sha256:
+    """Yield settings in which the plans differ, so that their figures cannot be compared directly."""
+    (first, reference), *further = plans_by_name
+    for name, plan in further:
+        if plan.model != reference.model:
+            yield f"{name} is for {plan.model}, {first} for {reference.model}"
+        elif plan.profile.sha256 != reference.profile.sha256:
             yield f"{name} was made from another profile than {first}"
-        if plan.mini_batch != own.mini_batch:
-            yield f"{name} has global batch {plan.mini_batch}, {first} {own.mini_batch}: compare samples/s"
-        if plan.topology != own.topology:
+        if plan.mini_batch != reference.mini_batch:
+            yield f"{name} has global batch {plan.mini_batch}, {first} {reference.mini_batch}: compare samples/s"
+        if plan.topology != reference.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"
-        elif plan.problem["machine"] != own.problem["machine"]:
+        elif plan.problem["machine"] != reference.problem["machine"]:
             yield f"{name} is for a machine of other figures than that of {first}"
-        states = [field for field in _STATES if plan.problem[field] != own.problem[field]]
+        states = [field for field in _STATES if plan.problem[field] != reference.problem[field]]
         if states:
-            one, two = (", ".join(f"{key} {of.problem[key]}" for key in states) for of in (plan, own))
-            yield f"{name} has {one}, {first} {two}: memory and time are not compared alike"
+            plan_states, first_states = (
+                ", ".join(f"{key} {of.problem[key]}" for key in states) for of in (plan, reference)
+            )
+            yield f"{name} has {plan_states}, {first} {first_states}: memory and time are not compared alike"
 
 
 _STATES = ("runtime", "optimizer", "precision", "gradients", "ZeRO")
-"""Of a plan's problem, what its memory and its schedules depend on."""
+"""Values of a plan's problem on which its memory and its schedules depend."""
 
 
 class OtherMethod(Record):
-    """A way to train by its own time model; `step_seconds` of as many samples as the global batch has.
+    """A way to train that is not a plan of pplan, by its time model.
 
-    `memory_bytes`: of the device that needs most. `staleness`: updates (mini-batches, of HetPipe) that a
-    gradient misses, in the mean or, where `staleness_bounded`, at the most; 0 of synchronous ones. `reason`:
-    why there is none. `energy_joules`: of synchronous ones, where the watts of the devices are given.
+    Attributes:
+        name: Name of the method.
+        step_seconds: Seconds for as many samples as the global batch has.
+        samples_per_second: Samples per second.
+        memory_bytes: Bytes of the fullest device.
+        staleness: Updates (mini-batches for HetPipe) that a gradient misses, on average, or at most if
+            `staleness_bounded`; 0 for synchronous methods.
+        energy_joules: Energy of a step of a synchronous method, if the power of the devices is given.
+        staleness_bounded: Whether `staleness` is a maximum.
+        detail: Settings of the method.
+        reason: Why the method does not apply.
     """
 
     name: str
@@ -266,10 +293,17 @@ class OtherMethod(Record):
 
 @options_class
 class OtherMethodOptions(Options):
-    """`servers`: parameter servers, each with a port of its own; `staleness`: the bound of stale-synchronous
-    workers, in updates, and the clock distance of HetPipe, in waves; `push_every`, `fetch_every`: Downpour's
-    periods, in gradients; `memory_bandwidth`: bytes per second of the memory that Hogwild's workers share
-    (None: no Hogwild). `watts`: by kind of device, while it computes and while it waits."""
+    """Options of the other methods.
+
+    Attributes:
+        servers: Number of parameter servers, each with its own port.
+        staleness: Most updates by which stale-synchronous workers may differ, and HetPipe's clock distance in
+            waves.
+        push_every: Downpour's push period in gradients.
+        fetch_every: Downpour's fetch period in gradients.
+        memory_bandwidth: Bytes per second of the memory that Hogwild's workers share. None for no Hogwild.
+        watts: By kind of device, power while computing and while waiting.
+    """
 
     servers: int = option(1, arguments.whole)
     staleness: int = option(3, partial(arguments.whole, at_least=0))
@@ -280,7 +314,11 @@ class OtherMethodOptions(Options):
 
 
 def list_other_methods(problem: Problem, options: OtherMethodOptions) -> list[OtherMethod]:
-    """All of them for a problem, in a fixed order. Raises UsageError for watts of other kinds of devices."""
+    """Return all other methods for a problem, in a fixed order.
+
+    Raises:
+        UsageError: The power is given for kinds of devices that the machine does not have.
+    """
     check_watts(problem, options.watts)
     return [
         *_data_parallel(problem, options),
@@ -290,7 +328,11 @@ def list_other_methods(problem: Problem, options: OtherMethodOptions) -> list[Ot
 
 
 def check_watts(problem: Problem, watts: Mapping[str, tuple[float, float]] | None) -> None:
-    """Raises UsageError for a kind of device that the machine does not have."""
+    """Check that the machine has the kinds of devices for which power is given.
+
+    Raises:
+        UsageError: It does not.
+    """
     kinds = [kind.name for kind in problem.topology.kinds]
     for name in watts or {}:
         if name not in kinds:
@@ -349,15 +391,18 @@ def _method(problem: Problem, name: str, pace: Pace, memory: int, detail: str) -
 
 
 def make_workers(problem: Problem, plan: ScoredPlan, servers: int) -> Workers:
-    """The workers of a data-parallel plan: each computes its part of the global batch for one gradient."""
+    """Return the workers of a data-parallel plan.
+
+    Each computes its part of the global batch for one gradient.
+    """
     space, config, n = problem.space, plan.config, problem.gpus
-    again = 0 if plan.recompute[0] == "never" else 1
+    recomputes = 0 if plan.recompute[0] == "never" else 1
     seconds = {}
     for kind in problem.topology.kinds:
         costs = space.kind_table(kind, -(-config.micro_batch_size // n)).costs
         forward, backward = costs.forward_seconds.sum(), costs.backward_seconds.sum()
-        each = float((1 + again) * forward + backward) * kind.seconds_scale
-        seconds[kind] = config.micro_batches * each
+        micro_batch_seconds = float((1 + recomputes) * forward + backward) * kind.seconds_scale
+        seconds[kind] = config.micro_batches * micro_batch_seconds
     trainable = space.chain.trainable_bytes
     link = problem.topology.link(0, n - 1)
     return Workers(
@@ -378,7 +423,7 @@ def _hetpipe(problem: Problem, policy: str, distance: int) -> OtherMethod:
         name=name,
         step_seconds=problem.mini_batch / plan.samples_per_second,
         samples_per_second=plan.samples_per_second,
-        memory_bytes=round(max(own.memory_bytes for own in plan.workers)),
+        memory_bytes=round(max(worker.memory_bytes for worker in plan.workers)),
         staleness=plan.global_staleness,
         staleness_bounded=True,
         detail=f"{format_count(len(plan.workers), 'virtual worker')} of "
@@ -388,7 +433,7 @@ def _hetpipe(problem: Problem, policy: str, distance: int) -> OtherMethod:
 
 
 def _asteroid(problem: Problem, watts: Mapping[str, tuple[float, float]]) -> Iterator[OtherMethod]:
-    """The plan with the least latency, where its shares are unequal: else it is a plan of pplan."""
+    """Yield the plan with the least latency if its shares are unequal; otherwise it is a plan of pplan."""
     plans = [
         (plan.latency_seconds, plan, choice)
         for choice in micro_batch_choices(problem.configs)

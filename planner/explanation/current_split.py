@@ -1,5 +1,7 @@
-"""Why the split that is in use now is slower than the plan: both under the same costs, and the difference by
-what the busiest stage of each does with the step."""
+"""Comparison of the split in use with the plan under the same costs.
+
+The difference is broken down by what the busiest stage of each does with the step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from .step_limits import BusiestStage, find_busiest, list_recompute_seconds
 
 
 class Side(Record):
-    """One of the two plans that are compared."""
+    """One of the two compared plans."""
 
     plan: PlanRow
     bubble: float
@@ -33,8 +35,10 @@ class Side(Record):
 
 
 class Cause(Record):
-    """A part of the difference: what the busiest stage spends on it in the split and in the plan. Over all
-    causes both sum to the steps."""
+    """A part of the difference: seconds of the busiest stage, in the split and in the plan.
+
+    Over all causes, both sum to the steps.
+    """
 
     name: str
     current_seconds: float
@@ -42,10 +46,17 @@ class Cause(Record):
 
 
 class SplitComparison(Record):
-    """The split in use against the plan. `slower`: its step over the plan's, less 1.
+    """The split in use against the plan.
 
-    `best_setting`: the split with the best schedule, micro-batches and recomputation; `best_cuts`: its own
-    with its stages cut best; None where it is no faster so. `notes`: what it lacks in memory, say.
+    Attributes:
+        current: The split.
+        plan: The plan.
+        slower: Step of the split over the plan's, minus 1.
+        causes: Parts of the difference.
+        best_setting: The split with the best schedule, micro-batches and recomputation. None if it is not
+            faster.
+        best_cuts: The split's setting with the best cuts. None if it is not faster.
+        notes: For example what it lacks in memory.
     """
 
     current: Side
@@ -58,39 +69,48 @@ class SplitComparison(Record):
 
 
 def compare_split(context: ExplainContext, current: ExplainOptions) -> SplitComparison:
-    """What the split takes, and why it is slower than the plan.
+    """Simulate the split, and compare it with the plan.
 
-    Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
-    and numbers that the schedule does not run.
+    Args:
+        context: The plan and its problem.
+        current: The split in use.
+
+    Raises:
+        UsageError: The balance has another number of layers, forbidden cuts or too many devices, or the
+            schedule does not run with these numbers.
     """
     free = _free_problem(context.problem, current, as_split=False)
-    own = _free_problem(context.problem, current, as_split=True)
-    partition = _as_partition(own, current)
-    if partition.gpus > own.gpus:
+    split_problem = _free_problem(context.problem, current, as_split=True)
+    partition = _as_partition(split_problem, current)
+    if partition.gpus > split_problem.gpus:
         raise UsageError(
             f"`current`: the split takes {format_count(partition.gpus, 'device')}, "
-            f"the plan is for {own.gpus}",
+            f"the plan is for {split_problem.gpus}",
             f"Explain a plan for as many: pplan solve gpus={partition.gpus}",
         )
-    plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))
-    split = score_plan(own, plan_of_split)
-    of_the_machine = list_machine_warnings(own)
+    plan_of_split = plan_partition(
+        split_problem, partition, model="", profile=ProfileReference(file="", sha256="")
+    )
+    split = score_plan(split_problem, plan_of_split)
+    of_the_machine = list_machine_warnings(split_problem)
     plan = context.present
-    mine, theirs = simulate_candidate(own, split), context.timeline
+    mine, theirs = simulate_candidate(split_problem, split), context.timeline
     return SplitComparison(
-        current=_side(own, split, mine),
+        current=_side(split_problem, split, mine),
         plan=_side(context.problem, plan, theirs),
         slower=split.step_seconds / plan.step_seconds - 1,
         causes=_causes(mine, theirs),
         best_setting=_faster(_best_setting(free, partition), split),
-        best_cuts=_faster(_best_cuts(own, split), split),
+        best_cuts=_faster(_best_cuts(split_problem, split), split),
         notes=[text for text in plan_of_split.warnings if text not in of_the_machine] + plan_of_split.notes,
     )
 
 
 def _free_problem(problem: Problem, current: ExplainOptions, *, as_split: bool) -> Problem:
-    """The problem without the options that are about the plan's own shape; with `as_split`, the schedule and
-    micro-batches are those of the split."""
+    """Return the problem without options that concern the plan's shape.
+
+    With `as_split`, schedule and micro-batches are those of the split.
+    """
     options = replace(
         problem.options,
         use_all=False,
@@ -136,7 +156,7 @@ def _causes(current: Timeline, plan: Timeline) -> list[Cause]:
 
 
 def _spent(timeline: Timeline) -> dict[str, float]:
-    """What the busiest stage does with the step, in words; the sum is the step."""
+    """Return what the busiest stage does with the step, in seconds that sum to the step."""
     stage = find_busiest(timeline).stage
     times, recomputed = timeline.stage_times[stage], list_recompute_seconds(timeline)
     recomputing = float(recomputed[timeline.order.device == stage].sum())
@@ -150,7 +170,7 @@ def _spent(timeline: Timeline) -> dict[str, float]:
 
 
 def _best_setting(problem: Problem, partition: Partition) -> ScoredPlan | None:
-    """The split with any configuration."""
+    """Return the split with the best configuration."""
     proposals = []
     for config in problem.configs:
         try:
@@ -161,7 +181,7 @@ def _best_setting(problem: Problem, partition: Partition) -> ScoredPlan | None:
 
 
 def _best_cuts(problem: Problem, split: ScoredPlan) -> ScoredPlan | None:
-    """The split's own configuration, replicas and number of stages, with other cuts."""
+    """Return the best plan with the split's configuration, replicas and number of stages."""
     proposal = split.proposal
     if proposal.config.schedule not in SEARCHED:
         return None

@@ -1,4 +1,4 @@
-"""The plan to be explained and its problem, as the file has them, and problems a little different, solved."""
+"""The plan to explain with its problem, and solutions of slightly different problems."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ from ..search.space import Space
 
 @dataclass(frozen=True)
 class ExplainContext:
-    """A plan as it stands (`present`), and its problem, for the joint search.
+    """A plan, its problem for the joint search, and the time left for further searches.
 
-    `fits`: into the memory. `budget`: processor time for all searches, none of which begins when it is over.
+    Attributes:
+        problem: Problem of the plan.
+        present: The plan as it is.
+        fits: True if the plan fits into memory.
+        budget: Processor time of all searches, none of which begins when it is over.
     """
 
     problem: Problem
@@ -48,7 +52,7 @@ class ExplainContext:
 
     @property
     def assembly(self) -> Assembly:
-        """The plan for the simulator."""
+        """The plan as input of the simulator."""
         return assemble_candidate(self.problem.space, self.present)
 
     @property
@@ -60,11 +64,17 @@ class ExplainContext:
 def make_context(
     plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain] | None = None
 ) -> ExplainContext:
-    """The plan of this chain on this topology, under its own options.
+    """Return the plan of this chain on this topology, under its own options.
 
-    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. Raises UsageError for a plan whose cuts the chain does not allow, and for one of an
-    asynchronous schedule.
+    Args:
+        plan: The plan.
+        chain: Its layers.
+        topology: Devices and links.
+        profiles: The same layers as measured on the kinds of devices with their own profile, by its name in
+            the topology.
+
+    Raises:
+        UsageError: The chain does not allow the plan's cuts, or its schedule is asynchronous.
     """
     if not find_schedule(plan.schedule).synchronous:
         raise UsageError(
@@ -77,7 +87,7 @@ def make_context(
 
 
 def plan_options(plan: Plan) -> PlanOptions:
-    """The options of the plan for the joint search, with its global batch fixed."""
+    """Return the options of the plan for the joint search, with its global batch fixed."""
     return replace(
         plan.options,
         mini_batch=plan.mini_batch,
@@ -91,7 +101,11 @@ def plan_options(plan: Plan) -> PlanOptions:
 
 
 def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
-    """The plan, scored again. Raises UsageError for cuts that the chain or its options do not allow."""
+    """Score the plan anew.
+
+    Raises:
+        UsageError: The chain or the plan's options do not allow its cuts.
+    """
     allowed = set(problem.space.table(problem.space.chain.sizes[0]).cut_points)
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
@@ -101,7 +115,7 @@ def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
                 "It was edited, it seems. Make it again: pplan solve",
             )
     proposal, modes = place_plan(plan, problem.chain)
-    # The ways to recompute that the plan may stand for: as its options say, and to the letter.
+    # Recomputation modes of the configuration that may stand for the plan: by its options, and as stated.
     requested = [mode for mode in problem.modes(plan.schedule) if mode in ("by_stage", *UNPROPOSED)]
     for mode in (*requested, proposal.config.recompute):
         candidate = replace(proposal, config=replace(proposal.config, recompute=mode))
@@ -113,7 +127,7 @@ def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
 
 
 def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
-    """The simulated step of a scored plan."""
+    """Return the simulated step of a scored plan."""
     assembly = assemble_candidate(problem.space, plan)
     return simulate(assembly.program, assembly.costs())
 
@@ -121,13 +135,13 @@ def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
 MOST_SECONDS = 6.0
 """Processor time of an explanation, after which no further search begins."""
 SECONDS = 1.0
-"""Time limit of the search for each answer, as `PlanOptions.time_limit`."""
+"""Time limit in seconds of the search for each answer, as `PlanOptions.time_limit`."""
 OTHERS_LONGER = 4
-"""Factor on the time limit if the cuts of other schedules than 1F1B and GPipe are searched."""
+"""Factor on the time limit if the cuts of schedules other than 1F1B and GPipe are searched."""
 MANY = 12
 """Devices beyond which only plans near the seeds are searched."""
 NEAR_SHARE = 1 / 4
-"""Factor on the time limit of a search near seeds, whose work is counted too low."""
+"""Factor on the time limit of a search near seeds, whose counted work is too low."""
 ROUNDING = 1e-12
 """Relative distance of a varied bandwidth from the ends of its range."""
 
@@ -138,23 +152,29 @@ def resolve(
     """Search for the best plan, which is never slower than a seed that the problem allows.
 
     The seeds are scored anew. On more than `MANY` devices only plans near the fastest seed are searched, and
-    nothing is proven. With `fully`, a search on few devices that proves nothing is followed by one from the
-    beginning, as the seeds may lie far from the best plan.
+    nothing is proven.
+
+    Args:
+        problem: The problem.
+        seeds: Known plans.
+        seconds: Time limit.
+        fully: Whether a search on few devices that proves nothing is followed by one from the beginning,
+            because the seeds may be far from the best plan.
     """
     limited = replace(problem, options=replace(problem.options, time_limit=seconds))
-    suited, many = list(_suited(limited, seeds)), problem.usable_gpus > MANY
-    if many and suited and all(name in SEARCHED for name in problem.schedules):
+    suited, is_large_machine = list(_suited(limited, seeds)), problem.usable_gpus > MANY
+    if is_large_machine and suited and all(name in SEARCHED for name in problem.schedules):
         best = fastest(limited.space, suited)
         near = suited[:1] if best is None else [best.proposal]
         families, counts = list_near_families(limited, near)
         return replace(
             search_near(limited.space, families, counts, suited, seconds * NEAR_SHARE), exact=False
         )
-    scored = (fastest(limited.space, own) for own in _split(suited))
+    scored = (fastest(limited.space, same_kind) for same_kind in _split(suited))
     result = joint_search(limited, [plan for plan in scored if plan is not None])
-    if result.exact or many or not fully:
+    if result.exact or is_large_machine or not fully:
         return result
-    # The cuts of other schedules are searched after those of 1F1B and GPipe, and need more.
+    # The cuts of other schedules are searched after those of 1F1B and GPipe, and need more time.
     longer = OTHERS_LONGER * seconds if problem.heuristic_schedules else seconds
     other = find_best_plan(replace(problem, options=replace(problem.options, time_limit=longer))).result
     return min((result, other), key=_step)
@@ -165,17 +185,17 @@ def _step(result: SearchResult) -> float:
 
 
 def list_near_families(problem: Problem, seeds: Iterable[Proposal]) -> tuple[list[Family], list[int]]:
-    """List the families and numbers of stages to search: on more than `MANY` devices those near seeds.
+    """Return the families and numbers of stages to search: on more than `MANY` devices those near seeds.
 
-    Near are half to twice the stages, half to twice the micro-batch size, and half, twice or as
-    many replicas.
+    Near are half to twice the stages, half to twice the micro-batch size, and half, equal or twice the
+    replicas.
     """
     families, counts, seeds = list(problem.families), list(problem.stage_counts), list(seeds)
     if problem.usable_gpus <= MANY:
         return families, counts
-    stages, sizes = [len(own.ends) for own in seeds], {own.config.micro_batch_size for own in seeds}
+    stages, sizes = [len(seed.ends) for seed in seeds], {seed.config.micro_batch_size for seed in seeds}
     near = {
-        number for own in seeds for count in set(own.replicas) for number in (count // 2, count, 2 * count)
+        number for seed in seeds for count in set(seed.replicas) for number in (count // 2, count, 2 * count)
     }
     narrowed = [
         replace(family, replicas=tuple(count for count in family.replicas if count in near))
@@ -193,18 +213,25 @@ def search_near(
     seeds: Iterable[Proposal],
     seconds: float = SECONDS,
 ) -> SearchResult:
-    """The best plan of a part of a problem's space, no slower than the seeds, which lie in it or are of
-    schedules that are not searched."""
-    linear, others = (fastest(space, own) for own in _split(seeds))
+    """Return the best plan of a part of a problem's space, no slower than the seeds.
+
+    Args:
+        space: Costs and limits.
+        families: Configurations on orders of the devices.
+        stage_counts: Numbers of stages.
+        seeds: Plans of that part, or of schedules that are not searched.
+        seconds: Time limit.
+    """
+    linear, other = (fastest(space, same_kind) for same_kind in _split(seeds))
     starts = [] if linear is None else [linear]
     result = search(space, families, stage_counts, starts, seconds * WORK_A_SECOND)
-    if others is not None and others.step_seconds < _step(result):
-        return replace(result, best=others)
+    if other is not None and other.step_seconds < _step(result):
+        return replace(result, best=other)
     return result
 
 
 def _split(seeds: Iterable[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
-    """The seeds under 1F1B or GPipe, and those under other schedules."""
+    """Return the seeds under 1F1B or GPipe, and those under other schedules."""
     parts: tuple[list[Proposal], list[Proposal]] = ([], [])
     for seed in seeds:
         parts[seed.config.schedule not in SEARCHED].append(seed)
@@ -212,7 +239,7 @@ def _split(seeds: Iterable[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
 
 
 def _suited(problem: Problem, seeds: Iterable[ScoredPlan]) -> Iterator[Proposal]:
-    """Yield the seeds with the ways to recompute that the problem allows."""
+    """Yield the seeds with the recomputation modes that the problem allows."""
     for seed in seeds:
         config = seed.config
         modes = problem.modes(config.schedule)
@@ -233,8 +260,7 @@ def with_bandwidth(topology: Topology, factor: float, *, between_nodes: bool = F
 
 
 def bandwidth_range(topology: Topology, widest: float, *, between_nodes: bool = False) -> tuple[float, float]:
-    """The least and the largest factor, up to `widest` and down to one over it, with which `with_bandwidth`
-    makes links that a topology may have."""
+    """Return the smallest and largest valid factors for `with_bandwidth`, within 1 / `widest` to `widest`."""
     varied = _varied_levels(topology, between_nodes)
     rates = [topology.levels[index].link.bandwidth_bytes_per_second for index in varied]
     finite = [rate for rate in rates if rate != inf]
@@ -246,7 +272,7 @@ def bandwidth_range(topology: Topology, widest: float, *, between_nodes: bool = 
 
 
 def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
-    """List the levels whose links are varied: all, or only those that join nodes."""
+    """Return the levels whose links are varied: all, or only those that join nodes."""
     varied, inside = [], 1
     for index, level in enumerate(topology.levels):
         inside = inside * level.size if level.size is not None else topology.gpus
@@ -256,7 +282,7 @@ def _varied_levels(topology: Topology, between_nodes: bool) -> list[int]:
 
 
 def with_memory(problem: Problem, factor: float | None) -> Problem:
-    """Return the problem with `factor` times the memory on every device; None removes the limits."""
+    """Return the problem with `factor` times the memory on every device. None removes the limits."""
 
     def more(size: float | None) -> int | None:
         return None if size is None or factor is None else round(size * factor)
@@ -271,12 +297,12 @@ def with_memory(problem: Problem, factor: float | None) -> Problem:
 
 def _with_chains(problem: Problem, change: Callable[[Chain], Chain]) -> Problem:
     """Return the problem with other layers, on every kind of device."""
-    profiles = {name: change(own) for name, own in problem.profiles.items()}
+    profiles = {name: change(layers) for name, layers in problem.profiles.items()}
     return replace(problem, chain=change(problem.chain), profiles=profiles)
 
 
 def without_launches(problem: Problem) -> Problem:
-    """The same where the hosts launch in no time, as with a step that is one CUDA graph."""
+    """Return the problem with launches that take no time, as for a step in one CUDA graph."""
 
     def without(chain: Chain) -> Chain:
         nothing = np.zeros_like(chain.forward_host_seconds)
@@ -295,7 +321,7 @@ _SECONDS_OF_LAYERS = (
 
 
 def with_slower_layers(problem: Problem, first: int, end: int, factor: float) -> Problem:
-    """The same where layers `first` to `end` - 1 take `factor` times as long, on every kind of device."""
+    """Return the problem in which layers `first` to `end` - 1 take `factor` times as long on every device."""
 
     def slower(chain: Chain) -> Chain:
         tables = {name: getattr(chain, name) for name in _SECONDS_OF_LAYERS}

@@ -1,4 +1,4 @@
-"""What is asked of an explanation: the split in use that is held against the plan."""
+"""Options of an explanation: the split in use that is compared with the plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ _IN_USE = "The split in use"
 
 @options_class
 class ExplainOptions(Options):
-    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
-    `micro_batches` and that `schedule`; None: the best for it, as far as the plan's options allow."""
+    """The split in use. None stands for the best value that the plan's options allow.
+
+    Attributes:
+        current: Layers of each of its stages.
+        replicas: Devices of each stage.
+        micro_batches: Number of micro-batches.
+        schedule: Schedule.
+    """
 
     current: Converted[Sequence[int] | None, tuple[int, ...] | None] = option(
         None,
@@ -50,5 +56,5 @@ class ExplainOptions(Options):
 
     @property
     def balance(self) -> tuple[int, ...]:
-        """`current`, where there is one."""
+        """`current`; empty if it is not given."""
         return self.current or ()

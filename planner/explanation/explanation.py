@@ -1,7 +1,7 @@
-"""Why a plan is as it is: its limits, the runner-up plans, its sensitivity, what-ifs and a split in use.
+"""Explanation of a plan: its limits, the runner-up plans, its sensitivity, what-ifs and a split in use.
 
-A what-if solves the problem again with one change: more GPUs, double the bandwidth or memory,
-recomputation forced or forbidden; where the step waits for launches, launches that take no time.
+A what-if solves the problem with one change: more GPUs, double the bandwidth or memory, recomputation forced
+or forbidden; if the step waits for launches, launches that take no time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .step_limits import StepLimits, find_limits, is_memory_known
 
 
 class WhatIf(Record):
-    """The best plan that was found after a change; None where there is none, and `reason` says why."""
+    """The best plan found after a change, or the `reason` why there is none."""
 
     change: str
     plan: PlanRow | None = None
     faster: float | None = None
-    """The plan's step over the new one, less 1: negative where the change makes it slower."""
+    """Step of the plan over the new one, minus 1: negative if the change makes it slower."""
     proven: bool = False
-    """Whether no plan of the changed problem is faster."""
+    """Whether it is proven that no plan of the changed problem is faster."""
     reason: str = ""
 
 
@@ -53,16 +53,24 @@ Part = TypeVar("Part")
 _RIVALS_SHARE, _SENSITIVITIES_SHARE = 0.35, 0.5
 """Shares of the processor time that is then left."""
 _SEARCHES = 23
-"""Those of a plan on several nodes: the plan's, its limits', four of runners-up, three times four of
-sensitivities, five of what-ifs (six where it waits for launches)."""
+"""Number of searches for a plan on several nodes.
+
+They are the plan's, its limits', four of runners-up, three times four of sensitivities, and five of what-ifs
+(six if it waits for launches).
+"""
 
 
 def solve_what_ifs(
     context: ExplainContext, seeds: Sequence[ScoredPlan], plan: Plan, *, launches: bool
 ) -> Iterator[WhatIf]:
-    """Each change by itself, that of `launches` where the step waits for some; the searches start from the
-    seeds, so that a change for the better is never answered with a slower plan. The `plan` says what devices
-    are called, and how many share every layer."""
+    """Yield the best plan after each change.
+
+    Args:
+        context: The plan and its problem.
+        seeds: Plans from which the searches start, so that an improvement never leads to a slower plan.
+        plan: The plan's file, for the names of devices and the number that share every layer.
+        launches: Whether the step waits for launches, so that their change is included.
+    """
     topology = context.problem.topology
     changes: list[tuple[str, Change]] = [
         ("double the bandwidth", lambda p: replace(p, topology=with_bandwidth(p.topology, 2))),
@@ -98,10 +106,10 @@ def _solve_what_if(
 
 
 def count_more(topology: Topology) -> int:
-    """Return how many more devices the next larger machine has.
+    """Return how many devices the next larger machine has more.
 
-    Part of a server gets one more, several servers are filled or get another one. Where all devices are
-    joined alike, eight or more get as many again.
+    Part of a server gets one more device; several servers are filled or get another one. If all devices are
+    joined alike, `_MANY_ALIKE` or more are doubled.
     """
     gpus, size = topology.gpus, topology.gpus_per_node
     if len(topology.levels) == 1:
@@ -130,18 +138,18 @@ def _recomputing(problem: Problem, mode: str) -> Problem:
 
 
 def _may_offload(problem: Problem) -> bool:
-    """Whether plans whose stages offload may be searched."""
+    """Return whether plans whose stages offload can be searched."""
     with suppress(UsageError):
         return _recomputing(problem, OFFLOAD).space.host is not None
     return False
 
 
 class Explanation(Document):
-    """Why a plan is as it is.
+    """Explanation of a plan.
 
-    `better`: a faster plan under the same options, where solving again found one (the plan is not from the
-    joint search, say, or was `made_for` something else than the shortest step). `holds` is then empty: the
-    plan is not the answer at all. `current`: only where a split in use was given.
+    `better` is a faster plan under the same options if solving again finds one, for example because the plan
+    is not from the joint search or was `made_for` another objective. `holds` is then empty, because the plan
+    is not the answer. `current` is only set if a split in use was given.
     """
 
     kind: ClassVar[str] = "explanation"
@@ -151,7 +159,7 @@ class Explanation(Document):
     limits: StepLimits
     better: PlanRow | None = None
     made_for: str = ""
-    """What the plan is to be the best of, in words; empty for the shortest step."""
+    """Objective of the plan in words. Empty for the shortest step."""
     second_best: RunnerUp
     as_fast: PlanRow | None = None
     """A plan with other cuts, replicas or devices that takes as long."""
@@ -170,12 +178,19 @@ def explain_plan(
     options: ExplainOptions | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Explanation:
-    """Why `plan`, of this chain on this topology, is as it is; and why the split in use of the
-    `options` is slower.
+    """Explain a plan of this chain on this topology, and why the split in use is slower.
 
-    `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. `progress` is told, as it grows, about which share of the work is done. Raises
-    UsageError for a plan, or a split, whose cuts the chain does not allow.
+    Args:
+        plan: The plan.
+        chain: Its layers.
+        topology: Devices and links.
+        profiles: The same layers as measured on the kinds of devices with their own profile, by its name in
+            the topology.
+        options: The split in use.
+        progress: Function that is called with the approximate share of the work that is done.
+
+    Raises:
+        UsageError: The chain does not allow the cuts of the plan or the split.
     """
     context = make_context(plan, chain, topology, profiles)
     done = 0
@@ -192,7 +207,7 @@ def explain_plan(
             yield part
             add(searches)
 
-    # A split that cannot be is refused before the long work.
+    # An impossible split is refused before the long work.
     split = compare_split(context, options) if options and options.current is not None else None
     present = context.present
     resolved = resolve(context.problem, [present]).best

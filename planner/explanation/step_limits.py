@@ -1,10 +1,10 @@
-"""What limits the step: the critical path by kind and by stage, the busiest stage, and memory.
+"""Limits of the step: the critical path by kind and by stage, the busiest stage, and memory.
 
-Every start in a timeline is the latest of some ends: of the action before it on its device, of the transfer
-that it receives, of its launch. Following the latest back gives a path without a gap whose parts sum to the
-step: to shorten the step, something on it must become shorter. Of several that are equally late the device's
-own action is followed, so that the path stays where the work is. Where the step is as long as the port that
-several devices share is taken, the path ends with what is left of that when the last stage is done.
+Every start in a timeline is the latest of some ends: of the previous action on its device, of the transfer
+that it receives, of its launch. Following the latest back gives a path without gaps whose parts sum to the
+step. To shorten the step, something on it must become shorter. Of several equally late ends, the device's own
+action is followed, so that the path stays where the work is. If the step is as long as a port that several
+devices share is busy, the path ends with the rest of that time after the last stage is done.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KINDS: dict[str, str] = {
     "optimizer": "the optimizer",
     "port": "the most loaded port of the network",
 }
-"""With what a user reads."""
+"""Kinds of parts of the path, in words for the user."""
 
 
 def list_recompute_seconds(timeline: Timeline) -> Floats:
-    """List the seconds of each action in which it runs its forward again."""
+    """Return the seconds of recomputation of each action."""
     shares = timeline.program.shares
     parts = 1.0 if shares is None else np.asarray(shares)[timeline.order.micro_batch]
     seconds: Floats = recompute_seconds(timeline.order, timeline.costs) * parts
@@ -47,7 +47,7 @@ def list_recompute_seconds(timeline: Timeline) -> Floats:
 
 
 class Segment(NamedTuple):
-    """A part of the path, seconds from the start of the step; `to_stage`: of a transfer, where it goes."""
+    """A part of the path, in seconds from the start of the step. `to_stage` is the receiver of a transfer."""
 
     kind: Kind
     stage: int
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
 
 def critical_path(timeline: Timeline) -> tuple[Segment, ...]:
-    """The path in order of time: from 0 to the end of the step, each part beginning where the last ends."""
+    """Return the path from 0 to the end of the step. Each part begins where the previous one ends."""
     done = max(timeline.stage_end)
     port = Segment("port", timeline.stage_end.index(done), None, done, timeline.costs.port_seconds)
     parts = [port, *_Walk(timeline).back()]
@@ -65,8 +65,10 @@ def critical_path(timeline: Timeline) -> tuple[Segment, ...]:
 
 
 class _Cause(NamedTuple):
-    """Something that ended at `until`, and how to go on from it: what yields its parts, latest first, and
-    returns its own cause."""
+    """Something that ended at `until`.
+
+    `follow` returns its parts, latest first, and its own cause.
+    """
 
     until: float
     follow: Callable[[], tuple[list[Segment], _Cause | None]]
@@ -83,13 +85,14 @@ class _Walk:
         self.receiver_waits = timeline.costs.transfers in ("rendezvous", "blocking-receive")
 
     def back(self) -> Iterator[Segment]:
+        """Yield the parts of the path, latest first."""
         cause: _Cause | None = self._step()
         while cause is not None:
             parts, cause = cause.follow()
             yield from parts
 
     def _step(self) -> _Cause:
-        """The end of the step: of the stage that is done last."""
+        """Return the end of the step, which is that of the stage that is done last."""
         ends = self.timeline.stage_end
         stage = ends.index(max(ends))
 
@@ -98,8 +101,8 @@ class _Walk:
                 self._action(int(self._own[stage][-1])),
                 *(
                     self._reduction(k)
-                    for k, own in enumerate(self.timeline.reductions)
-                    if stage in own.stages
+                    for k, reduction in enumerate(self.timeline.reductions)
+                    if stage in reduction.stages
                 ),
                 *(self._transfer(i) for i in self._sent_by(stage)),
             )
@@ -110,16 +113,16 @@ class _Walk:
 
     @cached_property
     def _own(self) -> list[Indices]:
-        """The actions of each stage."""
+        """Actions of each stage."""
         return [np.flatnonzero(self.order.device == stage) for stage in range(self.timeline.stages)]
 
     def _sent_by(self, stage: int) -> list[int]:
-        """The last action of a stage whose transfer the stage waits for."""
+        """Return the last action of a stage if the stage waits for its transfer."""
         sends = [i for i in self._own[stage][-1:].tolist() if self.order.target[i] != NONE]
         return sends if self.sender_waits else []
 
     def _action(self, i: int, until: float | None = None) -> _Cause:
-        """An action, up to its end or an earlier second."""
+        """Return an action, up to its end or an earlier second."""
         order, values, stage = self.order, self.values, int(self.order.device[i])
         start, end = float(self.run.start[i]), float(self.run.end[i])
         upto = end if until is None else until
@@ -134,12 +137,12 @@ class _Walk:
                 Segment("compute", stage, None, recompute, upto),
                 Segment("recompute", stage, None, start, recompute),
             ]
-            before, source = int(order.previous[i]), int(order.source[i])
+            previous, source = int(order.previous[i]), int(order.source[i])
             causes = []
-            if before != NONE:
-                causes.append(self._action(before))
-                if self.sender_waits and order.target[before] != NONE:
-                    causes.append(self._transfer(before))
+            if previous != NONE:
+                causes.append(self._action(previous))
+                if self.sender_waits and order.target[previous] != NONE:
+                    causes.append(self._transfer(previous))
             if source != NONE:
                 causes.append(self._transfer(source))
             if launches is not None and launches.start[i] > 0:
@@ -149,7 +152,7 @@ class _Walk:
         return _Cause(upto, follow)
 
     def _transfer(self, i: int, until: float | None = None) -> _Cause:
-        """What action i sent, up to its arrival or to when it left its link."""
+        """Return what action i sent, up to its arrival or to when it left its link."""
         order, begin = self.order, float(self.run.begin[i])
         target = int(order.target[i])
         upto = float(self.run.arrival[i]) if until is None else until
@@ -165,7 +168,7 @@ class _Walk:
         return _Cause(upto, follow)
 
     def _before_on_link(self, i: int) -> list[_Cause]:
-        """The transfer that occupied the link before that of action i."""
+        """Return the transfer that occupied the link before that of action i."""
         line = int(self.values.link[i])
         if line == NONE:
             return []
@@ -178,30 +181,32 @@ class _Walk:
         return [self._transfer(j, float(self.run.begin[j]) + occupied)]
 
     def _on_link(self, line: int) -> Indices:
-        """The senders of a link by when their transfers began, and of those that began together, as some take
-        no time on it, by when they were ready."""
+        """Return the senders of a link by when their transfers began, then by when they were ready.
+
+        Transfers that take no time on the link may begin together.
+        """
         if line not in self._links:
             senders = np.flatnonzero(self.values.link == line)
             ready = self.run.end[senders]
             if self.receiver_waits:
-                before = self.order.previous[self.order.target[senders]]
-                ready = np.where(before == NONE, ready, np.maximum(ready, self.run.end[before]))
+                previous = self.order.previous[self.order.target[senders]]
+                ready = np.where(previous == NONE, ready, np.maximum(ready, self.run.end[previous]))
             self._links[line] = senders[np.lexsort((ready, self.run.begin[senders]))]
         return self._links[line]
 
     @cached_property
     def _links(self) -> dict[int, Indices]:
+        """Cache of `_on_link`."""
         return {}
 
     @cached_property
     def _launched_after(self) -> Indices:
-        """By action, the launch that its own follows."""
+        """By action, the launch that its launch follows."""
         assert self.values.launches is not None
         return preceding_launches(self.order, self.timeline.costs, self.values.launches)
 
     def _launch(self, i: int, until: float) -> _Cause:
-        """The launch of action i up to a second, and those that it follows, from the beginning of the step
-        on."""
+        """Return the launch of action i up to a second, and all launches before it."""
         launches = self.values.launches
         assert launches is not None
         parts, upto = [], until
@@ -212,7 +217,7 @@ class _Walk:
         return _Cause(until, lambda: (parts, None))
 
     def _reduction(self, k: int) -> _Cause:
-        """An all-reduce."""
+        """Return an all-reduce."""
         reduction = self.timeline.reductions[k]
 
         def follow() -> tuple[list[Segment], _Cause | None]:
@@ -220,42 +225,46 @@ class _Walk:
             whole: list[_Cause] = []
             cut: list[_Cause] = []
             for stage in reduction.stages:
-                own = self._own[stage]
-                # One that takes no time may begin, and end, as the all-reduce begins.
-                begun = own[(self.run.start[own] < reduction.start) | (self.run.end[own] <= reduction.start)]
+                actions = self._own[stage]
+                # An action that takes no time may begin and end just as the all-reduce begins.
+                begun = actions[
+                    (self.run.start[actions] < reduction.start) | (self.run.end[actions] <= reduction.start)
+                ]
                 if len(begun):
                     i = int(begun[-1])
                     over = self.run.end[i] > reduction.start
                     (cut if over else whole).append(self._action(i, reduction.start if over else None))
-            others = [
+            earlier_reductions = [
                 self._reduction(j)
-                for j, other in enumerate(self.timeline.reductions)
-                if j != k and other.end <= reduction.start and set(other.stages) & set(reduction.stages)
+                for j, earlier in enumerate(self.timeline.reductions)
+                if j != k and earlier.end <= reduction.start and set(earlier.stages) & set(reduction.stages)
             ]
-            return [part], _latest(*whole, *others, *cut)
+            return [part], _latest(*whole, *earlier_reductions, *cut)
 
         return _Cause(reduction.end, follow)
 
 
 def _latest(*causes: _Cause) -> _Cause | None:
-    """The latest, and of several the first."""
+    """Return the latest cause, the first of several."""
     return max(causes, key=lambda cause: cause.until, default=None)
 
 
 class PathShare(Record):
-    """What the critical path spends on a kind of thing, on a stage or on the way from one to another."""
+    """Seconds of the critical path in one kind of part, on a stage or between two stages."""
 
     kind: str
     stage: int | None = None
     to_stage: int | None = None
     seconds: float
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 class BusiestStage(Record):
-    """The stage that computes longest, recomputation and waits for launches included; `busy`: its share
-    of the step."""
+    """Stage that computes longest, including recomputation and waits for launches.
+
+    `busy` is its share of the step.
+    """
 
     stage: int
     seconds: float
@@ -263,11 +272,15 @@ class BusiestStage(Record):
 
 
 class StepLimits(Record):
-    """What the step waits for. `kinds` and `places` (largest first) both sum to the step.
+    """What the step waits for.
 
-    `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None where
-    none was found, and `memory_forbids_nothing` says whether there is none of those that are searched.
-    `memory_known`: whether any device has a limit.
+    Attributes:
+        kinds: Shares of the path by kind. They sum to the step.
+        places: Shares of the path by stage or transfer, largest first. They sum to the step.
+        busiest: The stage that computes longest.
+        without_memory_limit: The best plan without memory limits, if it is faster. None if none was found.
+        memory_forbids_nothing: Whether it is proven that no searched plan is faster without memory limits.
+        memory_known: Whether any device has a limit.
     """
 
     kinds: list[PathShare]
@@ -279,7 +292,7 @@ class StepLimits(Record):
 
 
 def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
-    """What limits the plan; the search without a memory limit starts from the seeds."""
+    """Return the limits of the plan. The search without a memory limit starts from the seeds."""
     timeline = context.timeline
     path, step = critical_path(timeline), timeline.step_seconds
     faster, is_proven = _without_memory_limit(context, seeds)
@@ -294,12 +307,12 @@ def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLim
 
 
 def is_memory_known(context: ExplainContext) -> bool:
-    """Whether any device of the machine has a limit."""
+    """Return whether any device of the machine has a limit."""
     return context.problem.space.limit(range(context.problem.gpus)) < inf
 
 
 def find_busiest(timeline: Timeline) -> BusiestStage:
-    """The stage that computes longest, the first of several."""
+    """Return the stage that computes longest, the first of several."""
     busy, step = timeline.busy_seconds, timeline.step_seconds
     stage = busy.index(max(busy))
     return BusiestStage(stage=stage, seconds=busy[stage], busy=busy[stage] / step)
@@ -329,14 +342,17 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
 def _without_memory_limit(
     context: ExplainContext, seeds: Sequence[ScoredPlan]
 ) -> tuple[PlanRow | None, bool]:
-    """The best plan without a limit, where it is faster; and whether no other is faster still."""
+    """Return the best plan without a limit if it is faster, and whether it is proven optimal.
+
+    The proof is the search's bound.
+    """
     problem = context.problem
     if not is_memory_known(context):
         return None, True
     result = resolve(with_memory(problem, None), seeds)
     best, limit = result.best, context.present.step_seconds * (1 - TIE)
     fastest_seed = min((seed.step_seconds for seed in seeds), default=limit)
-    # What is as fast under the limit is not forbidden by it.
+    # The limit does not forbid a plan that is as fast as one under the limit.
     if best is None or best.step_seconds >= min(limit, fastest_seed * (1 - TIE)):
         return None, result.exact
     return plan_row(best, exact=result.exact), result.exact

@@ -1,1 +1,1 @@
-"""Orders of actions that no paper has: the fastest for given stages, devices, costs and memory."""
+"""Synthesis of the fastest orders of actions for given stages, devices, costs and memory."""

@@ -26,16 +26,18 @@ from ...cost_models.step_costs import lower_costs
 from .orders import ROUNDING, Lists, OrderProblem
 
 HEAT = 0.4
-"""Mean seconds by which an accepted step may be longer at first, in mean seconds of an action. Falls with the
-square root of the work that is left."""
+"""First mean seconds by which an accepted step may be longer, in mean seconds of an action.
+
+They fall with the square root of the remaining work.
+"""
 WORK_OF_HEAT = 400.0
-"""Work per action below which there is less heat."""
+"""Work per action below which the heat is reduced."""
 CHUNK = 400
-"""Exchanges with the same heat."""
+"""Exchanges at the same heat."""
 REACH = 6
-"""Most actions that one moves across; half of the moves are across one."""
+"""Most actions that one move crosses. Half of the moves cross one."""
 MOST_FRUITLESS = 2_000
-"""Moves in a row that are not possible after which the search ends."""
+"""Impossible moves in a row after which the search ends."""
 
 
 def improve_order(
@@ -53,7 +55,7 @@ def improve_order(
         start: An order that fits and runs.
         bound: Step at which the search ends.
         work: Number of actions that may be timed.
-        is_over: Returns whether the time is over.
+        is_over: Function that returns whether the time is over.
         seed: Seed of the random numbers.
 
     Returns:
@@ -66,20 +68,20 @@ def improve_order(
         if not spent:
             break
         left -= spent
-    # Transfers that wait for each other are timed by the simulator alone.
+    # Only the simulator times transfers that wait for each other.
     step, lists = problem.step(start), exchanges.best_lists()
     improved = problem.step(lists) if exchanges.least < first else step
     return (lists, improved) if improved < step * (1 - 1e-12) and problem.fits(lists) else (start, step)
 
 
 class _Exchanges:
-    """An order as a graph of actions, timed anew after every move.
+    """An order as a graph of actions that is timed after every move.
 
     Actions are numbered device after device. Lists by action: `device`; `code` (kind and part); `needs`, the
-    action of the same micro-batch and part that precedes it; `seconds`; `sender` and `receiver`, with `wait`
-    seconds until the result of the sender has arrived; `begins`, `ends` and `workspace` bytes; `place` in
-    `order`; `previous` and `following` on its device; `start`, `end`, and `tail`, the seconds that follow its
-    end; `rank` in `clock`, which lists the actions by their start. `level`: by place, bytes held after it.
+    preceding action of the same micro-batch and part; `seconds`; `sender` and `receiver`, with `wait` seconds
+    until the sender's result has arrived; `begins`, `ends` and `workspace` bytes; `place` in `order`;
+    `previous` and `following` on its device; `start`, `end`, and `tail`, the seconds that follow its end;
+    `rank` in `clock`, which lists the actions by start. `level`, by place: bytes held after it.
     """
 
     device: list[int]
@@ -89,10 +91,12 @@ class _Exchanges:
         order = resolve_order(problem.arrange(lists))
         values = lower_costs(order, problem.costs)
         by_device = np.argsort(order.device, kind="stable")
-        kind, part, micro_batch = (own[by_device] for own in (order.kind, order.place, order.micro_batch))
+        kind, part, micro_batch = (
+            column[by_device] for column in (order.kind, order.place, order.micro_batch)
+        )
         number = np.full((4, problem.micro_batches, problem.parts + 1), NONE)
         number[kind, micro_batch, part] = np.arange(len(kind))
-        needs = number[kind - 1, micro_batch, part]  # of an F, in the last row, none
+        needs = number[kind - 1, micro_batch, part]  # NONE for an F, from the last row
         is_turn = (kind == 1) & (part == problem.parts - 1)
         sender = np.where(is_turn, needs, number[kind, micro_batch, part + np.array([-1, 1, 0])[kind]])
         sender[kind == 2] = NONE
@@ -100,7 +104,9 @@ class _Exchanges:
         receiver[sender] = np.arange(len(kind))
         arrives = (values.occupancy + values.latency)[values.cut][by_device]
         columns = (order.device[by_device], kind * problem.parts + part, needs, sender, receiver[:-1])
-        self.device, self.code, self.needs, self.sender, self.receiver = (own.tolist() for own in columns)
+        self.device, self.code, self.needs, self.sender, self.receiver = (
+            column.tolist() for column in columns
+        )
         self.wait = np.where(sender == NONE, 0.0, arrives[sender]).tolist()
         self.seconds: list[float] = values.duration[by_device].tolist()
         bytes = [problem.bytes[kind][part] for kind, part in self.steps]
@@ -112,12 +118,12 @@ class _Exchanges:
         self.best = list(self.order)
 
     def heat(self, work: float) -> float:
-        """Seconds of the first heat, see `HEAT`."""
+        """Return the seconds of the first heat, see `HEAT`."""
         count = len(self.steps)
         return HEAT * sum(self.seconds) / count * min(1.0, work / (WORK_OF_HEAT * count))
 
     def _time_all(self, clock: list[int]) -> None:
-        """Time all actions; `clock` lists each after those that it waits for."""
+        """Time all actions. `clock` lists each action after those that it waits for."""
         count, device = len(self.device), self.device
         self.order, self.place, self.clock = list(range(count)), list(range(count)), clock
         self.previous = [i - 1 if i and device[i - 1] == device[i] else NONE for i in range(count)]
@@ -135,7 +141,7 @@ class _Exchanges:
             self.level[action] = level + self.begins[action] + self.ends[action]
 
     def best_lists(self) -> Lists:
-        """The fastest order found."""
+        """Return the fastest order found."""
         steps = [self.steps[action] for action in self.best]
         return tuple(tuple(steps[start:end]) for start, end in pairwise(self.first))
 
@@ -175,13 +181,13 @@ class _Exchanges:
         return work if path and fruitless < MOST_FRUITLESS else 0
 
     def _step_seconds(self) -> float:
-        """Seconds until every device is done."""
+        """Return the seconds until every device is done."""
         order, end = self.order, self.end
         lasts = (order[first - 1] for first in self.first[1:])
         return max(end[last] + extra for last, extra in zip(lasts, self.device_end, strict=True))
 
     def find_path(self) -> list[int]:
-        """The actions of a critical path that follow another on their device without a pause, last first."""
+        """Return the actions of a critical path that follow another without a pause, last first."""
         senders, wait, start, end, previous = self.sender, self.wait, self.start, self.end, self.previous
         lasts = (self.order[first - 1] for first in self.first[1:])
         ends = ((end[last] + extra, last) for last, extra in zip(lasts, self.device_end, strict=True))
@@ -198,8 +204,11 @@ class _Exchanges:
         return path
 
     def may_move(self, origin: int, target: int) -> bool:
-        """Return whether the action at a place may go to another place of its device: across none of its kind
-        and part, across none that it needs or that needs it, and within the device's room."""
+        """Return whether an action may move to another place of its device.
+
+        It must not cross actions of its kind and part, those it needs or those that need it, and the device
+        must have room.
+        """
         order, code, needs, begins, ends = self.order, self.code, self.needs, self.begins, self.ends
         action, stride = order[origin], 1 if target > origin else -1
         for place in range(origin + stride, target + stride, stride):
@@ -221,6 +230,11 @@ class _Exchanges:
 
     def change(self, origin: int, target: int, limit: float) -> tuple[float, int]:
         """Move an action if the step stays within a limit.
+
+        Args:
+            origin: Place of the action.
+            target: New place.
+            limit: Longest step that is accepted.
 
         Returns:
             The step, infinite if the move was taken back, and the number of actions that were timed.
@@ -252,11 +266,12 @@ class _Exchanges:
             self.rank[action] = rank
 
     def _sort_segment(self, segment: list[int], origin: int, target: int) -> list[int] | None:
-        """The part of the clock in which an action moves, in an order that suits the move; None if an action
-        would wait for itself.
+        """Return a part of the clock, sorted for a move within it.
 
-        What waits for actions that become later goes after the rest (Pearce and Kelly, "A dynamic topological
-        sort algorithm for directed acyclic graphs", Journal of Experimental Algorithmics 2006).
+        None if an action would wait for itself.
+
+        Actions that wait for delayed ones go after the rest (Pearce and Kelly, "A dynamic topological sort
+        algorithm for directed acyclic graphs", Journal of Experimental Algorithmics 2006).
         """
         place, previous, senders = self.place, self.previous, self.sender
         action = self.order[origin]
@@ -265,7 +280,7 @@ class _Exchanges:
         for moved in segment:
             earlier = previous[moved]
             if senders[moved] in delayed:
-                # Actions that become earlier wait for none that becomes later.
+                # An action that becomes earlier must not wait for one that becomes later.
                 if moved == action if target < origin else origin < place[moved] <= target:
                     return None
                 delayed.add(moved)
@@ -334,14 +349,14 @@ class _Exchanges:
         return i, False
 
     def _sort_clock(self, first: int, until: int) -> None:
-        """Sort a range of the clock by start; actions with equal starts keep their order."""
+        """Sort a range of the clock by start. Actions with equal starts keep their order."""
         self._set_clock(first, sorted(self.clock[first:until], key=self.start.__getitem__))
 
     def _follow(self, begin: int, end: int) -> int:
-        """Update the tails of the actions between two places and of those before them, as far as they change.
+        """Update the tails of actions between two places and of earlier ones, as far as they change.
 
         Returns:
-            The number of actions that were looked at.
+            The number of actions that were visited.
         """
         order, rank, clock, tails, following = self.order, self.rank, self.clock, self.tail, self.following
         receivers, wait, seconds = self.receiver, self.wait, self.seconds

@@ -1,10 +1,10 @@
 """Orders of actions on given stages: costs, memory, a lower bound, and orders made by rules.
 
-Micro-batches are alike. They may therefore be assumed to run in their order on every part of the layers:
-renaming them from part to part gives an order that is as fast and holds as much, because the j-th to start on
-a part finds j that have ended earlier. An order is thus one sequence of (kind, part) for each device.
+Micro-batches are alike, so they may be assumed to run in order on every part of the layers. Renaming them
+from part to part gives an order that is as fast and holds as much, because the j-th to start on a part finds
+j that have ended earlier. An order is thus one sequence of (kind, part) per device.
 
-A rule makes an order event by event: each device runs what has arrived, and fills waits with W. A free device
+A rule makes an order event by event. Each device runs what has arrived, and fills waits with W. A free device
 runs a B that has arrived (of the part nearest to the loss first). Otherwise it runs an F that has arrived, if
 there is room and the device is not further ahead than the rule allows. Otherwise it runs a W, if nothing
 arrives within a share of the seconds that the W takes. Shares and depths are tried one after another, as in
@@ -32,12 +32,12 @@ from ...cost_models.timeline import step_seconds
 F, B, W = range(3)
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 Step = tuple[int, int]
-"""Kind and part of an action; its micro-batch is the next one of that kind and part."""
+"""Kind and part of an action. Its micro-batch is the next one of that kind and part."""
 Lists = tuple[tuple[Step, ...], ...]
 """An order: the steps of each device."""
 Bytes = Sequence[Sequence[float]]
-"""By part, bytes of an action: that the device holds more from its beginning on; from its end on, in
-addition; and its workspace, which it needs while it runs."""
+"""By part, bytes of an action: those held from its beginning on, those added at its end, and its
+workspace."""
 ROUNDING = 1 + 1e-12
 """Factor on the room of a device, for sums that differ by rounding."""
 
@@ -75,7 +75,7 @@ class OrderProblem:
 
     @property
     def kinds(self) -> range:
-        """Kinds of actions; the last one frees the memory of a micro-batch."""
+        """Kinds of actions. The last one frees the memory of a micro-batch."""
         return range(3 if self.program.splits_backward else 2)
 
     @cached_property
@@ -86,7 +86,7 @@ class OrderProblem:
     @cached_property
     def parts_of_device(self) -> list[list[int]]:
         """Parts of each device in the order of its chunks."""
-        return [[part for part, host in enumerate(self.device) if host == own] for own in range(self.devices)]
+        return [[part for part, host in enumerate(self.device) if host == n] for n in range(self.devices)]
 
     @cached_property
     def end(self) -> list[float]:
@@ -100,8 +100,10 @@ class OrderProblem:
 
     @cached_property
     def seconds(self) -> list[list[list[float]]]:
-        """Seconds by kind and part: of the first micro-batch and of another, and until the result of the
-        action, once it has ended, is at the next part."""
+        """Three seconds by kind and part: of the first micro-batch, of another one, and of the transfer.
+
+        The transfer takes the result of the action to the next part.
+        """
         order, table = resolve_order(self.program), np.zeros((3, self.parts, 3))
         values, at, first = lower_costs(order, self.costs), (order.kind, order.place), order.micro_batch == 0
         table[:, :, 1][at] = values.duration  # of the last micro-batch
@@ -110,11 +112,11 @@ class OrderProblem:
         return list(table.tolist())
 
     def duration(self, kind: int, part: int, number: int) -> float:
-        """Seconds of the action on the micro-batch of a number."""
+        """Return the seconds of the action on micro-batch `number`."""
         return self.seconds[kind][part][min(number, 1)]
 
     def next_action(self, kind: int, part: int) -> tuple[int, int, float] | None:
-        """Kind and part of the action that an F or B makes possible, and the seconds until that arrives."""
+        """Return kind and part of the action that an F or B enables, and the seconds until it may begin."""
         if kind == F and part + 1 == self.parts:
             return B, part, 0.0
         following = part + (1 if kind == F else -1)
@@ -132,7 +134,7 @@ class OrderProblem:
         return True
 
     def one_at_a_time(self, micro_batches: int) -> Lists:
-        """The order that holds least: no micro-batch begins until the previous one has ended."""
+        """Return the order that holds least: no micro-batch begins until the previous one has ended."""
         lists = list[tuple[Step, ...]]()
         for parts in self.parts_of_device:
             backward = [(kind, part) for part in reversed(parts) for kind in self.kinds[1:]]
@@ -140,26 +142,29 @@ class OrderProblem:
         return tuple(lists)
 
     def has_order(self) -> bool:
-        """Return whether an order fits: if one micro-batch at a time does not, none does."""
+        """Return whether an order fits. If one micro-batch at a time does not, none does."""
         return self.fits(self.one_at_a_time(1))
 
     def arrange(self, lists: Lists) -> Program:
-        """The order as a program."""
+        """Return the order as a program."""
         chunk = [slot.chunk for slot in self.program.pipes[0]]
         turns = [[(KINDS[kind], chunk[part]) for kind, part in steps] for steps in lists]
         actions = tuple(tuple(number_actions(row)) for row in turns)
         return Program(actions, self.program.pipes, self.program.pipe_of)
 
     def step(self, lists: Lists) -> float:
-        """Simulated seconds of the order; inf if devices wait for each other forever."""
+        """Return the simulated seconds of the order; inf in a deadlock."""
         try:
             return float(step_seconds(self.arrange(lists), self.costs)[0])
         except UsageError:
             return inf
 
     def bound(self) -> float:
-        """Lower bound on the step of every order: for each device the way of the first micro-batch to it, its
-        work, and what follows; and the round trip of one micro-batch."""
+        """Return a lower bound on the step of every order.
+
+        It is the largest of, for each device, the path of the first micro-batch to it, its work and what
+        follows; and the round trip of one micro-batch.
+        """
         table = np.array(self.seconds)
         work = (table[..., 0] + (self.micro_batches - 1) * table[..., 1]).sum(axis=0)
         lead = np.append(0.0, np.cumsum(table[F, :, 0] + table[F, :, 2]))
@@ -170,7 +175,7 @@ class OrderProblem:
 
 
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0)
-"""How far off the next arrival must be for a W to run first, in seconds of the W."""
+"""Least distances of the next arrival for a W to run first, in seconds of the W."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class Rule:
     Attributes:
         share: See `SHARES`.
         ahead: By device, the most micro-batches times parts in flight.
-        forward_first: An F runs before a B while fewer than `ahead` are in flight.
+        forward_first: Whether an F runs before a B while fewer than `ahead` are in flight.
     """
 
     share: float
@@ -189,7 +194,7 @@ class Rule:
 
 
 def fill_orders(problem: OrderProblem) -> Iterator[Lists]:
-    """The different orders of all rules that do not end in a deadlock."""
+    """Yield the distinct orders of all rules that do not end in a deadlock."""
     parts = problem.parts // problem.devices
     ranks = range(problem.devices, 0, -1)
     depths = (
@@ -208,23 +213,23 @@ def fill_orders(problem: OrderProblem) -> Iterator[Lists]:
 
 
 class _Filler:
-    """The state of all devices while a rule makes an order."""
+    """State of all devices while a rule makes an order."""
 
     def __init__(self, problem: OrderProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
         parts, devices = problem.parts, problem.devices
         self.done = [[0] * parts for _ in KINDS]
-        # When each F and B of a part can begin, in order, as far as it is known.
+        # Known times at which each F and B of a part can begin, in order.
         self.arrivals: list[list[list[float]]] = [[[] for _ in range(parts)] for _ in (F, B)]
         self.arrivals[F][0] = [0.0] * problem.micro_batches
         self.level, self.in_flight = [0.0] * devices, [0] * devices
         self.steps: list[list[Step]] = [[] for _ in range(devices)]
 
     def lists(self) -> Lists | None:
-        """The order; None in a deadlock."""
+        """Return the order; None in a deadlock."""
         problem = self.problem
-        each = len(problem.kinds) * problem.micro_batches
-        left = [each * len(parts) for parts in problem.parts_of_device]
+        per_part = len(problem.kinds) * problem.micro_batches
+        left = [per_part * len(parts) for parts in problem.parts_of_device]
         events = [(0.0, device) for device in range(problem.devices)]
         free, idle = [0.0] * problem.devices, set[int]()
         while events:
@@ -247,24 +252,27 @@ class _Filler:
         return None if any(left) else tuple(map(tuple, self.steps))
 
     def _arrives(self, kind: int, part: int) -> float:
-        """When the next F or B of a part can begin, as far as it is known."""
+        """Return when the next F or B of a part can begin; inf if unknown."""
         number, times = self.done[kind][part], self.arrivals[kind][part]
         return times[number] if number < len(times) else inf
 
     def _has_room(self, device: int, kind: int, part: int) -> bool:
-        """Return whether an action fits; with an F, also an F of a later part of the device and a B, without
-        which nothing would end."""
+        """Return whether an action fits.
+
+        With an F, also an F of a later part of the device and a B must fit, because otherwise nothing would
+        end.
+        """
         forward, backward, *_ = self.problem.bytes
         begins, _, needed = self.problem.bytes[kind][part]
         level = self.level[device] + begins
         if kind == F:
             parts = self.problem.parts_of_device[device]
             level += max((forward[later][0] for later in parts if later > part), default=0.0)
-            needed = max([needed, *(backward[each][0] + backward[each][2] for each in parts)])
+            needed = max([needed, *(backward[own_part][0] + backward[own_part][2] for own_part in parts)])
         return level + needed <= self.problem.room[device] * ROUNDING
 
     def _choose(self, device: int, now: float) -> tuple[Step | None, float]:
-        """The next action, or None and the time at which to look for one."""
+        """Return the next action, or None and the time at which to look for one."""
         problem, rule = self.problem, self.rule
         parts = problem.parts_of_device[device]
         forwards, backwards = (
@@ -294,7 +302,7 @@ class _Filler:
         return None, coming
 
     def _run(self, device: int, step: Step, now: float) -> float:
-        """Run an action; returns its end."""
+        """Run an action and return its end."""
         problem, (kind, part) = self.problem, step
         end = now + problem.duration(kind, part, self.done[kind][part])
         self.steps[device].append(step)

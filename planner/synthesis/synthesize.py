@@ -1,9 +1,9 @@
-"""Plans with an order of actions made for them, on the cuts and devices of good plans.
+"""Plans with a synthesized order of actions, on the cuts and devices of good plans.
 
-Candidates are the searched cuts of known schedules, other good shapes, and all cuts where these are few. Each
-gets the best of the orders that rules make (`fill_orders`); the fastest are improved by `improve_order`. The
-result is a schedule like any other, named by the hash of its actions and scored by the simulator and the
-ledger, and is faster than the best known plan.
+Candidates are the searched cuts of known schedules, other good shapes, and all cuts if these are few. Each
+gets the best of the orders that rules make (`fill_orders`), and the fastest are improved by `improve_order`.
+The result is a schedule like any other, named by the hash of its actions, scored by the simulator and the
+ledger, and faster than the best known plan.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TRANSIENT = (
 )
 """Terms of the ledger that an order changes, or that are not bytes of a device's allocator."""
 MOST_CUTS = 100
-"""Cuts into a number of stages up to which all are tried."""
+"""Most cuts into a number of stages for which all are tried."""
 
 
 @dataclass(frozen=True, eq=False)
 class OrderCandidate:
-    """A plan's shape with the problem of its orders, a lower bound on them, and the best order so far."""
+    """A plan's shape with its order problem, a lower bound on its orders, and the best order so far."""
 
     proposal: Proposal
     recompute: tuple[Recompute, ...]
@@ -62,8 +62,10 @@ class OrderCandidate:
 
 
 def recompute_choices(problem: Problem, proposal: Proposal) -> Iterator[OrderCandidate]:
-    """The shape where nothing recomputes, where devices do that lack room for the micro-batches of 1F1B, and
-    where all do."""
+    """Yield the shape with different recomputation.
+
+    Nothing recomputes; devices that lack room for the micro-batches of 1F1B recompute; all recompute.
+    """
     never: list[Recompute] = ["never" for _ in proposal.ends]
     always: list[Recompute] = ["always" for _ in proposal.ends]
     if proposal.config.recompute != "by_stage":
@@ -84,18 +86,18 @@ def recompute_choices(problem: Problem, proposal: Proposal) -> Iterator[OrderCan
 
 
 def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
-    """The shape with a recomputation mode for each of its parts."""
+    """Return the shape with a recomputation mode for each of its parts."""
     assembly = assemble(problem.space, proposal, modes)
     bytes, room = (
         _bytes_of_actions(assembly),
-        [_room(problem, assembly, own) for own in range(len(assembly.ranks))],
+        [_room(problem, assembly, device) for device in range(len(assembly.ranks))],
     )
     orders = OrderProblem(assembly.program, assembly.costs(), bytes, room)
     return OrderCandidate(proposal, tuple(modes), orders, orders.bound())
 
 
 def _room(problem: Problem, assembly: Assembly, device: int) -> float:
-    """Bytes of a device for what an order changes; the optimizer step is left out."""
+    """Return the bytes of a device for what an order changes. The optimizer step is left out."""
     terms = assembly.ledger(device)
     lasting = sum(amount for name, amount in terms.items() if name not in TRANSIENT)
     limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
@@ -103,7 +105,7 @@ def _room(problem: Problem, assembly: Assembly, device: int) -> float:
 
 
 def _bytes_of_actions(assembly: Assembly) -> list[list[list[float]]]:
-    """The bytes of an `OrderProblem`."""
+    """Return the bytes of an `OrderProblem`."""
     program, table = assembly.program, np.zeros((3, assembly.program.slots, 3))
     for device, mode in enumerate(assembly.recompute):
         for chunk, stage in enumerate(assembly.chunk_bytes(device)):
@@ -121,12 +123,12 @@ def _bytes_of_actions(assembly: Assembly) -> list[list[list[float]]]:
 
 
 def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = None) -> Iterator[Proposal]:
-    """All cuts into two or more stages on one device each, for numbers of stages with few cuts.
+    """Yield all cuts into two or more stages on one device each, for numbers of stages with few cuts.
 
     Args:
         problem: What is asked.
-        bases: Schedules, with one stage a device.
-        size: The only micro-batch size. Defaults to all.
+        bases: Schedules with one stage per device.
+        size: The only micro-batch size. None for all.
     """
     cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
     for config in problem.configs:
@@ -143,7 +145,7 @@ def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = No
 BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
 """Schedules whose placements of parts are used: a line (backward in two parts or whole), a V, a loop."""
 LINES = ("zb-h1", "1f1b")
-"""Bases with one part a device."""
+"""Bases with one part per device."""
 SAME_PLACES = {
     "zb-h1": LINES,
     "zb-h2": LINES,
@@ -153,35 +155,36 @@ SAME_PLACES = {
 }
 """By schedule, the bases with the same placement."""
 MOST_OF_BASE = 6
-"""Plans with searched cuts, by base."""
+"""Most plans with searched cuts, by base."""
 MOST_SHAPES = 64
-"""Candidates for which orders are made: those of plans, and those with the lowest bounds."""
+"""Most candidates for which orders are made: those of plans, and those with the lowest bounds."""
 MOST_IMPROVED = 2
-"""Fastest candidates that are improved."""
+"""Number of fastest candidates that are improved."""
 CUTS_A_SECOND = 10
-"""Cuts whose bounds are computed where all cuts are tried, by second of the time limit."""
+"""Most cuts whose bounds are computed if all cuts are tried, per second of the time limit."""
 MOST_FILLED = 20_000
-"""Actions of the longest order that a rule makes."""
+"""Most actions of an order that a rule makes."""
 IMPROVE_SHARE = 0.5
 """Share of the time limit for exchanges."""
 RATE = 1e6
 """Actions that exchanges time in a second."""
 FILL_SHARE = 1 / 3
-"""Share of the time left that the rules may take for one candidate."""
+"""Share of the remaining time that the rules may take for one candidate."""
 
 
 def synthesize(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan] = ()
 ) -> list[ScoredPlan]:
-    """Search for plans with orders of their own that are faster than the best known plan.
+    """Search for plans with synthesized orders that are faster than the best known plan.
 
     Args:
         problem: What is asked.
-        best: The fastest known plan. If None, an order is sought until one fits, even after the time limit.
-        plans: Plans of known schedules with searched cuts, the fastest first.
+        best: The fastest known plan. If None, the search continues until an order fits, even after the time
+            limit.
+        plans: Plans of known schedules with searched cuts, fastest first.
 
     Returns:
-        Plans that fit, each faster than `best` and than the one before it.
+        Plans that fit, each faster than `best` and than the previous one.
     """
     limit = inf if best is None else best.step_seconds
     faster, improved_count = list[ScoredPlan](), 0
@@ -201,7 +204,10 @@ def synthesize(
 def _fill_all(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan], limit: float
 ) -> list[OrderCandidate]:
-    """Candidates with orders that fit; where no plan is known, of all candidates until one fits."""
+    """Return candidates with orders that fit.
+
+    Without a known plan, all candidates are tried until one fits.
+    """
     size = None if best is None else best.config.micro_batch_size
     searched = list(_with_base(problem, plans))
     cuts = islice(every_proposal(problem, LINES, size), int(CUTS_A_SECOND * problem.options.time_limit))
@@ -220,7 +226,7 @@ def _fill_all(
 
 
 def _in_time(problem: Problem, candidates: Iterator[OrderCandidate]) -> list[OrderCandidate]:
-    """The next candidates, at least one, until the time is over."""
+    """Return the next candidates, at least one, until the time is over."""
     early = list[OrderCandidate]()
     while not (early and problem.budget.over) and (candidate := next(candidates, None)) is not None:
         early.append(candidate)
@@ -228,7 +234,7 @@ def _in_time(problem: Problem, candidates: Iterator[OrderCandidate]) -> list[Ord
 
 
 def _with_base(problem: Problem, plans: Sequence[ScoredPlan]) -> Iterator[Proposal]:
-    """The shapes of the fastest plans of each base, as plans of that base."""
+    """Yield the shapes of the fastest plans of each base, as plans of that base."""
     counts = dict.fromkeys(BASES, 0)
     for plan in plans:
         for base in SAME_PLACES.get(plan.config.schedule, ()):
@@ -238,23 +244,27 @@ def _with_base(problem: Problem, plans: Sequence[ScoredPlan]) -> Iterator[Propos
 
 
 def _shapes(problem: Problem, best: ScoredPlan | None) -> Iterator[Proposal]:
-    """Good shapes of each base: of the best plan, and balanced ones."""
+    """Return good shapes of each base: that of the best plan, and balanced ones."""
     names = [name for name in BASES if name in problem.schedules]
     straight = None if best is None or best.config.virtual_stages > 1 else best
     return propose_other_schedules(problem, names, straight)
 
 
 def _smallest_shape(problem: Problem) -> Iterator[Proposal]:
-    """The shape that needs least memory with one micro-batch at a time: if it does not fit, no pipeline with
-    one stage a device does."""
+    """Yield the shape that needs the least memory with one micro-batch at a time.
+
+    If it does not fit, no pipeline with one stage per device does.
+    """
     smallest = find_smallest_plan(problem, in_flight=1)
     if smallest is not None and problem.allows(smallest.proposal):
         yield smallest.proposal
 
 
 def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -> Iterator[OrderCandidate]:
-    """The candidates of shapes that have an order that fits and whose bound is below the limit, until the
-    time is over; without a limit, all."""
+    """Yield candidates that have an order that fits and a bound below the limit, until the time is over.
+
+    Without a limit, all are yielded.
+    """
     for proposal in dict.fromkeys(proposals):
         if problem.budget.over and limit < inf:
             return
@@ -271,7 +281,10 @@ def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -
 
 
 def _fill(candidate: OrderCandidate, budget: SearchBudget, *, required: bool) -> OrderCandidate:
-    """The candidate with the fastest order that rules make in time; `required`: at least one that fits."""
+    """Return the candidate with the fastest order that rules make in time.
+
+    If `required`, at least one that fits.
+    """
     problem, best, lists = candidate.problem, inf, None
     actions = sum(map(len, problem.program.actions))
     by_rule = fill_orders(problem) if actions <= MOST_FILLED else ()
@@ -285,7 +298,7 @@ def _fill(candidate: OrderCandidate, budget: SearchBudget, *, required: bool) ->
 
 
 def _improve(candidate: OrderCandidate, work: float, budget: SearchBudget) -> OrderCandidate:
-    """The candidate with its order improved by exchanges that time so many actions."""
+    """Return the candidate with its order improved by exchanges that time `work` actions."""
     assert candidate.lists is not None, "an order was made"
     lists, step = improve_order(
         candidate.problem, candidate.lists, candidate.bound, work, lambda: budget.over
@@ -294,7 +307,7 @@ def _improve(candidate: OrderCandidate, work: float, budget: SearchBudget) -> Or
 
 
 def _score(problem: Problem, candidate: OrderCandidate) -> ScoredPlan | None:
-    """The plan with the order as its schedule, by the simulator and the ledger; None if it does not fit."""
+    """Return the plan with the order as its schedule; None if it does not fit."""
     assert candidate.lists is not None, "an order was made"
     program, proposal = candidate.problem.arrange(candidate.lists), candidate.proposal
     name = f"{SYNTHESIZED}-{sha256(write_program(SYNTHESIZED, program).encode()).hexdigest()[:8]}"
