@@ -247,7 +247,8 @@ def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
         elif plan.profile.sha256 != reference.profile.sha256:
             yield f"{name} was made from another profile than {first}"
         if plan.mini_batch != reference.mini_batch:
-            yield f"{name} has global batch {plan.mini_batch}, {first} {reference.mini_batch}: compare samples/s"
+            batches = f"{plan.mini_batch}, {first} {reference.mini_batch}"
+            yield f"{name} has global batch {batches}: compare samples/s"
         if plan.topology != reference.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"
         elif plan.problem["machine"] != reference.problem["machine"]:

@@ -1,4 +1,4 @@
-"""The named planners: what known tools and papers would do, proposed for scoring."""
+"""Named planners: what known tools and papers would do, proposed for scoring."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FILES = {
     "torch-partition": "critical_stages",
 }
 BASELINES = ("one-gpu", "data-parallel", "even")
-"""The plans that every search starts from, and that every answer is compared with."""
+"""Plans from which every search starts, and with which every answer is compared."""
 
 
 class _Planners(Mapping[str, Planner]):
-    """The planners by name, each imported when it is asked for."""
+    """Planners by name. Each is imported when it is used."""
 
     def __getitem__(self, name: str) -> Planner:
         module = import_module(f".{_FILES[name]}", __name__)
@@ -56,10 +56,10 @@ PLANNERS = _Planners()
 
 
 def find_planner(name: str) -> Planner:
-    """Find a planner; `deepspeed-type:REGEX` counts the layers that match.
+    """Return a planner; `deepspeed-type:REGEX` counts the layers that match.
 
     Raises:
-        UsageError: There is none of that name; with the nearest name and all there are.
+        UsageError: There is no planner of that name. The error names the closest one and all others.
     """
     kind, colon, pattern = name.partition(":")
     if kind == "deepspeed-type" and colon:

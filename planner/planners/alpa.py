@@ -1,14 +1,17 @@
-"""Alpa's inter-operator pass: stages on submeshes, by the time of the slowest stage.
+"""Alpa's inter-operator pass: stages on submeshes, enumerated by the time of the slowest stage.
 
 Zheng et al., "Alpa: Automating inter- and intra-operator parallelism for distributed deep learning", OSDI
-2022, section 5. A plan of S stages of t_1 ... t_S seconds and M micro-batches costs t_1 + ... + t_S + (M - 1)
-max t. For a t_max a dynamic programme finds the least sum of stages no slower than it, where Alpa tries every
-t_max in turn. Here intervals of them are halved: with t_max from a to b a plan costs at least the least sum
-under b and (M - 1) a, and an interval is left out where that is no better than the best plan known.
+2022, section 5. A plan of S stages of t_1 ... t_S seconds and M micro-batches costs
 
-Alpa shares a layer among the devices of a submesh in any way that its inner pass finds; here they are
-replicas. As there, transfers between stages are not counted, the gradients' all-reduce counts 1 / M in each
-micro-batch, all devices are used, and a stage needs room for the micro-batches in flight on it.
+    t_1 + ... + t_S + (M - 1) max t
+
+For a t_max, a dynamic programme finds the least sum of stages that are no slower. Alpa tries every t_max in
+turn. Here intervals of t_max are halved: with a <= t_max <= b, a plan costs at least the least sum under b
+plus (M - 1) a, and intervals that cannot beat the best known plan are dropped.
+
+Alpa's inner pass chooses how the devices of a submesh share a layer; here they are replicas. As in Alpa,
+transfers between stages are not counted, the gradients' all-reduce counts 1 / M in each micro-batch, all
+devices are used, and a stage needs room for its micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 BLOCKS = 64
-"""Blocks of layers between which a search may cut."""
+"""Most blocks of layers between which a search may cut."""
 QUICK_BLOCKS = 24
-"""Blocks in the quick search of all micro-batch sizes."""
+"""Most blocks in the quick search of all micro-batch sizes."""
 TOLERANCE = 0.01
-"""A plan that is cheaper by more than this share is not missed."""
+"""Share by which a plan may be cheaper than the result."""
 
 
 def _propose(problem: Problem) -> Iterator[Proposal]:
-    """The cheapest plan of the most promising micro-batch sizes."""
+    """Yield the cheapest plan of the most promising micro-batch sizes."""
 
     def find(space: Space, choice: MicroBatchChoice, _: bool) -> CutPlan | None:
         return find_alpa_plan(space, choice, problem.usable_gpus, problem.stage_counts[-1])
@@ -59,10 +62,10 @@ PLANNERS = (Planner("alpa", _propose),)
 
 
 def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
-    """The sizes of a stage's devices: powers of two inside a node, whole nodes, all devices.
+    """Return the numbers of devices of a stage: powers of two inside a node, whole nodes, all devices.
 
-    Where a node has no power of two of devices, only those powers that fill it: then stages of any sizes that
-    add up to all devices fit side by side, none of a node's across two.
+    If the devices of a node are not a power of two, only powers that divide them are used. Then stages of any
+    sizes that add up to all devices fit side by side without crossing nodes.
     """
     node = min(gpus, gpus_per_node)
     powers = [2**power for power in range(node.bit_length()) if gpus == node or node % 2**power == 0]
@@ -70,8 +73,10 @@ def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
 
 
 def place_submeshes(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of stages of these numbers of devices: the largest stages take theirs first (Alpa, appendix
-    A), so that none lies across more nodes than it must."""
+    """Return the ranks of stages with these numbers of devices.
+
+    The largest stages take theirs first (Alpa, appendix A), so that no stage crosses more nodes than it must.
+    """
     order = sorted(range(len(replicas)), key=lambda stage: -replicas[stage])
     starts, first = [0] * len(replicas), 0
     for stage in order:
@@ -88,22 +93,35 @@ def find_alpa_plan(
     *,
     tolerance: float = TOLERANCE,
 ) -> CutPlan | None:
-    """The cheapest plan for one micro-batch size on the first `gpus` devices, of so many stages at most; None
-    where none fits. More devices than `MOST_GROUPS` stay together in groups, which need replicas."""
+    """Return the cheapest plan for one micro-batch size on the first `gpus` devices.
+
+    More devices than `MOST_GROUPS` stay together in groups, which need replicas.
+
+    Args:
+        space: Costs and limits.
+        choice: Micro-batches.
+        gpus: Number of devices.
+        most_stages: Most stages. None for any number.
+        tolerance: Share by which another plan may be cheaper.
+
+    Returns:
+        The plan; None if none fits.
+    """
     node = min(gpus, space.topology.gpus_per_node)
     each = group_devices(gpus, node)
     sizes = [size for size in submeshes(gpus // each * each, node) if size % each == 0]
     most = min(gpus // each, most_stages or gpus)
     plans = [
         plan
-        for own in size_choices(space, sizes)
-        if (plan := _Enumeration(space, choice, gpus // each, each, own, most).best(tolerance)) is not None
+        for allowed_sizes in size_choices(space, sizes)
+        if (plan := _Enumeration(space, choice, gpus // each, each, allowed_sizes, most).best(tolerance))
+        is not None
     ]
     return min(plans, key=lambda plan: plan.seconds, default=None)
 
 
 class _Enumeration:
-    """The plans of at most so many stages on `groups` groups of `each` devices, on submeshes of `sizes`."""
+    """Plans of at most `most` stages on `groups` groups of `each` devices, on submeshes of `sizes`."""
 
     def __init__(
         self, space: Space, choice: MicroBatchChoice, groups: int, each: int, sizes: Sequence[int], most: int
@@ -117,31 +135,31 @@ class _Enumeration:
         self.seconds = cache(self._seconds)
 
     def _seconds(self, size: int, in_flight: int) -> Floats:
-        """Seconds a micro-batch of every stage on so many groups, inf for what does not fit."""
+        """Return the seconds per micro-batch of every stage on `size` groups, inf for what does not fit."""
         work = self.works[size]
         return work.work(in_flight) + work.all_reduce / self.choice.micro_batches
 
     def best(self, tolerance: float) -> CutPlan | None:
-        """The cheapest plan."""
+        """Return the cheapest plan."""
         in_flight = {self.choice.in_flight(to_last) for to_last in range(1, self.most_stages + 1)}
         tables = [self.seconds(size, count) for size in self.works for count in in_flight]
         limits = np.unique(tables)
         limits = limits[np.isfinite(limits) & (limits >= 0)].tolist()
         plan, least = self._least_sum(inf)
-        # Intervals of limits, each with the least sum under the last, which was tried.
+        # Intervals of limits, each with the least sum under its last limit, which was tried.
         rounds, intervals = self.choice.micro_batches - 1, [(0, len(limits) - 1, least)]
         while plan is not None and intervals:
             first, last, least = intervals.pop()
             fastest = rounds * limits[first] + max(least, limits[first])
             if first < last and fastest < plan.seconds * (1 - tolerance):
                 middle = (first + last) // 2
-                other, most = self._least_sum(limits[middle])
+                middle_plan, most = self._least_sum(limits[middle])
                 intervals += [(first, middle, most), (middle + 1, last, least)]
-                plan = other if other is not None and other.seconds < plan.seconds else plan
+                plan = middle_plan if middle_plan is not None and middle_plan.seconds < plan.seconds else plan
         return plan
 
     def _least_sum(self, limit: float) -> tuple[CutPlan | None, float]:
-        """The plan of the least sum whose stages are no slower than the limit, and the sum."""
+        """Return the plan with the least sum whose stages are no slower than the limit, and the sum."""
 
         def stage(size: int, to_last: int, _: Indices, later: Values) -> Floats:
             seconds = self.seconds(size, self.choice.in_flight(to_last))
@@ -154,7 +172,7 @@ class _Enumeration:
         return (None, inf) if best is None else (self._cut_plan(best), best.value)
 
     def _cut_plan(self, plan: StagePlan) -> CutPlan:
-        """The plan on its devices, with its cost."""
+        """Return the plan on its devices, with its cost."""
         times, recomputes = list[float](), False
         for stage, (at, size) in enumerate(zip(pairwise((0, *plan.ends)), plan.sizes, strict=True)):
             in_flight = self.choice.in_flight(len(plan.ends) - stage)

@@ -1,4 +1,4 @@
-"""What planners share: what one is, pipelines of stages with equally many replicas, allowed cuts."""
+"""Common parts of planners: their type, pipelines of stages with equal replicas, and allowed cuts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def pipeline_refusal(problem: Problem) -> str:
-    """Why there is no pipeline of equal replicas: the check that failed, with its values."""
+    """Return why there is no pipeline of equal replicas: the failed check with its values."""
     if problem.space.is_long:
         return "too many layers"
     sizes = sorted({config.micro_batch_size for config in problem.configs})
     if not any(problem.space.fits_someone(size, 1) for size in sizes):
         measured = abbreviate(problem.chain.sizes)
-        return f"one replica needs size {abbreviate(sizes)}, and the profile measured {measured}"
+        return f"one replica needs size {abbreviate(sizes)}, but the profile measured {measured}"
     devices = format_count(problem.usable_gpus, "device")
     if problem.stage_counts[-1] < 2:
-        return f"it makes two stages or more, and {devices}, the cuts and the options allow one"
+        return f"it needs two stages or more, but {devices}, the cuts and the options allow one"
     counts = abbreviate(sorted({config.micro_batches for config in problem.configs}))
     blocks = format_count(problem.space.chain.max_stages, "block")
     return f"its rule makes no plan of {blocks} between cuts on {devices} with {counts} micro-batches"
@@ -38,13 +38,13 @@ def pipeline_refusal(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Planner:
-    """Known way to plan.
+    """Known planning method.
 
     Attributes:
-        name: The name that `planner` takes.
-        propose: Returns the plans that it would make of a problem, in any order. All are scored, and the
-            fastest that fits counts.
-        refusal: Returns why it proposed nothing for a problem.
+        name: Name for the option `planner`.
+        propose: Function that returns the plans that it may mean for a problem, in any order. All are scored,
+            and the fastest that fits counts.
+        refusal: Function that returns why it proposed nothing for a problem.
     """
 
     name: str
@@ -60,23 +60,25 @@ def refusal_reason(planner: Planner, problem: Problem) -> str:
 
 
 CHUNKED = ("interleaved", "torch-partition")
-"""Planners of several parts of the layers on a device."""
+"""Planners of several parts of the layers per device."""
 
 
 EVERY_COUNT = 64
-"""Up to here every number of stages is tried."""
+"""Most stages for which every number is tried."""
 GROWTH = 1.1
-"""Beyond, by how much the numbers of stages that are tried differ: so many stages are alike."""
+"""Ratio of the larger numbers of stages that are tried."""
 
 Ends = tuple[int, ...]
-"""By stage, the number of layers before its end."""
+"""By stage, the number of layers up to its end."""
 Rule = Callable[[int, int], Ends | None]
-"""Ends of so many stages for micro-batches of so many samples on a device; None where it makes none."""
+"""Function from stages and samples per device to the ends of the stages; None if it makes none."""
 
 
 def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
-    """Numbers of stages to try, of `parts` parts of the layers each: all but of very many only some, with
-    the divisors of the devices."""
+    """Return the numbers of stages to try, of `parts` parts of the layers each.
+
+    Of very large numbers, only some are tried, and the divisors of the devices.
+    """
     most = min(problem.stage_counts[-1], problem.space.chain.max_stages // parts)
     counts, last = [], 0
     for count in range(1, most + 1):
@@ -88,9 +90,9 @@ def stage_counts(problem: Problem, parts: int = 1) -> list[int]:
 
 
 def linear_configs(problem: Problem) -> list[PipelineConfig]:
-    """List the configurations with one part of the layers a device, of 1F1B and GPipe where allowed.
+    """Return the configurations with one part of the layers per device, of 1F1B and GPipe if allowed.
 
-    Plans of other schedules take long to score, and start from what the search of 1F1B and GPipe finds.
+    Plans of other schedules take long to score, and start from the results of the search for 1F1B and GPipe.
     """
     configs = [
         config
@@ -101,7 +103,7 @@ def linear_configs(problem: Problem) -> list[PipelineConfig]:
 
 
 def full_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
-    """List the numbers of stages and of replicas of each stage that together are all devices."""
+    """Yield the numbers of stages and of replicas per stage that together use all devices."""
     devices, runtime = problem.usable_gpus, problem.runtime
     for stages in stage_counts(problem):
         replicas = devices // stages
@@ -110,22 +112,28 @@ def full_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def can_share(problem: Problem, size: int, replicas: int) -> bool:
-    """Return whether so many replicas share micro-batches equally, at a size that can be costed."""
+    """Return whether `replicas` replicas share micro-batches equally, at a size with known costs."""
     return size % replicas == 0 and problem.space.fits_someone(size, replicas)
 
 
 def shared_configs(
     problem: Problem, configs: Iterable[PipelineConfig], replicas: int
 ) -> list[PipelineConfig]:
-    """The configurations whose micro-batches so many replicas can share."""
+    """Return the configurations whose micro-batches `replicas` replicas can share."""
     return [config for config in configs if can_share(problem, config.micro_batch_size, replicas)]
 
 
 def linear_pipelines(
     problem: Problem, configs: Sequence[PipelineConfig], rule: Rule, *, of_a_node: bool = False
 ) -> Iterator[Proposal]:
-    """A device a stage, in each number of stages that the rule makes; of no more than a node's devices where
-    one process drives them all."""
+    """Yield pipelines of one device per stage, for each number of stages for which the rule has ends.
+
+    Args:
+        problem: What is asked.
+        configs: Configurations.
+        rule: Rule that cuts the layers.
+        of_a_node: Whether stages are limited to the devices of a node, which one process drives.
+    """
     most = problem.topology.gpus_per_node if of_a_node else problem.topology.gpus
     for stages in stage_counts(problem):
         if stages <= most:
@@ -133,8 +141,10 @@ def linear_pipelines(
 
 
 def all_pipelines(problem: Problem, rule: Rule) -> Iterator[Proposal]:
-    """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
-    where there can be: one stage is one GPU, or data parallelism."""
+    """Yield pipelines of one device per stage, and those with equal replicas on all devices.
+
+    They have two stages or more if possible, because one stage is one GPU or data parallelism.
+    """
     linear, configs = [(stages, 1) for stages in stage_counts(problem)], linear_configs(problem)
     fewest = min(2, linear[-1][0])
     for stages, replicas in dict.fromkeys([*linear, *full_shapes(problem)]):
@@ -145,7 +155,7 @@ def all_pipelines(problem: Problem, rule: Rule) -> Iterator[Proposal]:
 def equal_pipelines(
     problem: Problem, configs: Iterable[PipelineConfig], rule: Rule, stages: int, replicas: int
 ) -> Iterator[Proposal]:
-    """The rule's pipelines of these stages, each on so many devices of consecutive ranks."""
+    """Yield the rule's pipelines, each stage on `replicas` devices of consecutive ranks."""
     by_batch = dict[int, Ends | None]()
     for config in shared_configs(problem, configs, replicas):
         per_replica_batch = config.micro_batch_size // replicas
@@ -157,31 +167,35 @@ def equal_pipelines(
 
 
 def work_seconds(problem: Problem, size: int) -> npt.NDArray[np.float64]:
-    """Forward and backward seconds of every layer for micro-batches of `size` samples on a device."""
+    """Return the (layers,) forward and backward seconds of `size` samples on a device."""
     costs = problem.space.chain.at(size, past_largest=True)
     return costs.forward_seconds + costs.backward_seconds
 
 
 def nearest_cuts(chain: Chain, ends: Sequence[int]) -> tuple[int, ...]:
-    """The ends of stages, ascending, each moved to the nearest allowed one (of two as near, the earlier).
+    """Return the ends of stages, each moved to the nearest allowed cut (the earlier of equally near ones).
 
-    From the first on, each stays behind the one before and leaves an allowed end to every later one; so ends
-    that do not ascend become stages of a layer or more, too. `ends`: numbers of layers before the end of each
-    stage, the last len(chain), of at most `chain.max_stages` stages.
+    From the first on, each stays after the previous one and leaves an allowed end for every later one. So
+    ends that do not ascend become stages of one layer or more, too.
+
+    Args:
+        chain: Costs of the layers.
+        ends: Numbers of layers up to the end of each stage, the last len(chain), of at most
+            `chain.max_stages` stages.
     """
     cut_points, stages = list_cut_points(chain), len(ends)
     moved, least = list[int](), 1
     for later, end in zip(range(stages - 2, -1, -1), ends, strict=False):
         most = len(cut_points) - 2 - later
         right = min(max(bisect_left(cut_points, end), least), most)
-        before = max(right - 1, least)
-        nearest = before if end - cut_points[before] <= cut_points[right] - end else right
+        left = max(right - 1, least)
+        nearest = left if end - cut_points[left] <= cut_points[right] - end else right
         moved.append(cut_points[nearest])
         least = nearest + 1
     return (*moved, len(chain))
 
 
 def allows(chain: Chain, ends: Sequence[int]) -> bool:
-    """Whether these ends of stages ascend, from a layer on to the last, and none is a forbidden cut."""
+    """Return whether these ends ascend to the last layer and none is a forbidden cut."""
     rising = all(a < b for a, b in pairwise((0, *ends)))
     return rising and ends[-1] == len(chain) and all(chain.cut_after[end - 1] for end in ends[:-1])

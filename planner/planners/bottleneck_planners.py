@@ -1,4 +1,4 @@
-"""SPP and Piper: consecutive stages on consecutive devices, the slowest of which is as fast as can be.
+"""SPP and Piper: consecutive stages on consecutive devices with the least bottleneck.
 
 SPP: Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training", INFOCOM 2022
 (arXiv:2204.10562), section IV. For each number of stages the least bottleneck of a synchronous step, over
@@ -6,11 +6,11 @@ SPP: Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Trai
     a stage                M (f + b) + AR
     the channel of a cut   M times its two transfers
 
-by a dynamic programme whose state is the layers, the devices, the number of stages and the replicas of the
-stage at the cut; all devices are used. The device order of the paper, by recursive minimum cuts of the links,
-keeps the devices of a node together: here it is that of the ranks. Of the numbers of stages the paper takes
-the one whose list schedule is shortest; here each is proposed, and pplan's simulator judges it under the
-schedule that was asked for. The bottleneck is what the planner estimates of the step.
+by a dynamic programme over the layers, the devices, the number of stages and the replicas of the stage at the
+cut; all devices are used. The paper orders devices by recursive minimum cuts of the links, which keeps the
+devices of a node together; here the rank order does. The paper takes the number of stages with the shortest
+list schedule; here each number is proposed, and the simulator judges it under the requested schedule. The
+bottleneck is the planner's estimate of the step.
 
 Piper: Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS
 2021, section 4. The least time per sample (TPS), that of the slowest stage, on at most all devices, with d
@@ -20,15 +20,13 @@ replicas:
 
 where B is the links' bandwidth (here of the outermost level that the devices need), a and W are bytes, and
 the 4 and the 1 / M are those of the authors' code. M times it is what the planner estimates of the step.
-Here tensor parallelism, a third dimension of the paper, is 1, as plans of layers have none; a stage
-recomputes whole or not at all, where the paper chooses layer by layer; and the model is a chain, not a graph.
-Replicas share every micro-batch, where they take turns in the paper, so that a stage has to fit with its
-shares of the micro-batches that its schedule has in flight, not with ceil(k / d) whole ones (k: the replicas
-from it to the last stage).
+Differences: tensor parallelism, a third dimension of the paper, is 1; a stage recomputes all layers or none,
+while the paper chooses layer by layer; and the model is a chain, not a graph. Replicas share every
+micro-batch, while they take turns in the paper, so a stage must fit with its shares of the micro-batches in
+flight, not with ceil(k / d) whole ones (k: the replicas from it to the last stage).
 
-Beyond both: memory is pplan's ledger (SPP counts none), a stage that does not fit recomputes, and forbidden
-cuts are not made. More devices than `MOST_GROUPS` stay together with their neighbours; cuts are thinned to
-`BLOCKS`.
+In both: memory is pplan's ledger (SPP counts none), a stage that does not fit recomputes, and forbidden cuts
+are excluded. More devices than `MOST_GROUPS` are grouped with their neighbours; cuts are thinned to `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -58,18 +56,18 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 BLOCKS = 60
-"""Blocks of layers between which a search may cut."""
+"""Most blocks of layers between which a search may cut."""
 
 
 class _Costs:
-    """Stages on consecutive groups of `each` devices, `groups` of them in all, for one choice."""
+    """Costs of stages on consecutive groups of `each` devices, `groups` groups in all, for one choice."""
 
     def __init__(self, space: Space, choice: MicroBatchChoice, groups: int, each: int) -> None:
         self.space, self.choice, self.groups, self.each = space, choice, groups, each
         self.work, self.channel = cache(self._work), cache(self._channel)
 
     def ranks(self, size: int, used: int) -> tuple[int, ...]:
-        """Devices of a stage of so many groups, from which `used` groups go to the last."""
+        """Return the devices of a stage of `size` groups; the stages from it on use `used` groups."""
         first = (self.groups - used) * self.each
         return tuple(range(first, first + size * self.each))
 
@@ -77,24 +75,24 @@ class _Costs:
         return cost_replicas(self.space, self.choice, self.ranks(size, used))
 
     def spp_stage(self, size: int, to_last: int, rests: Indices, later: Values) -> Floats:
-        """M (f + b) + AR, or what follows, if that is slower."""
+        """Return M (f + b) + AR of a stage, or what follows if that is slower."""
         works = [self.work(size, size + rest) for rest in rests.tolist()]
         in_flight, count = self.choice.in_flight(to_last), self.choice.micro_batches
         seconds = np.stack([count * work.work(in_flight) + work.all_reduce for work in works])
         return np.maximum(seconds, later[:, :, None])
 
     def spp_cut(self, size: int, following: int, rests: Indices, later: Values) -> Values:
-        """M times the two transfers of a micro-batch between the groups of replicas, or what follows."""
+        """Return M times the two transfers of a micro-batch between groups of replicas, or what follows."""
         return np.maximum([self.channel(size, following, rest) for rest in rests.tolist()], later)
 
     def _channel(self, size: int, following: int, rest: int) -> Floats:
         senders, receivers = self.ranks(size, size + rest), self.ranks(following, rest)
-        latency, each = self.space.routes.route(senders, receivers)
+        latency, pace = self.space.routes.route(senders, receivers)
         crossing = self.work(size, size + rest).crossing * len(senders)
-        return 2 * self.choice.micro_batches * (latency + each * crossing)
+        return 2 * self.choice.micro_batches * (latency + pace * crossing)
 
     def piper_stage(self, size: int, to_last: int, rests: Indices, later: Values) -> Floats:
-        """Compute, transfers at both ends and the gradients' part of a micro-batch, M times."""
+        """Return M times the compute, the transfers at both ends and the gradients' part of a micro-batch."""
         d, count = size * self.each, self.choice.micro_batches
         weights = np.asarray(self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable)
         bandwidth = list_tiers(self.space.topology)[-1].bandwidth
@@ -107,7 +105,7 @@ class _Costs:
 
 
 def _propose(spp: bool, problem: Problem) -> Iterator[Proposal]:
-    """SPP's plan for each micro-batch size and number of stages; Piper's for each micro-batch size."""
+    """Yield SPP's plan for each micro-batch size and stage count, or Piper's for each micro-batch size."""
     space = thin_cuts(problem.space, BLOCKS)
     for choice in micro_batch_choices(problem.configs):
         for plan, each in find_plans(space, choice, problem, spp=spp):
@@ -120,8 +118,14 @@ PLANNERS = (Planner("spp", partial(_propose, True)), Planner("piper", partial(_p
 def find_plans(
     space: Space, choice: MicroBatchChoice, problem: Problem, *, spp: bool
 ) -> list[tuple[StagePlan, int]]:
-    """The plans for one choice, each with the devices that stay together: SPP's by number of stages, or the
-    one of Piper."""
+    """Return the plans for one choice, each with the devices of a group.
+
+    Args:
+        space: Costs and limits.
+        choice: Micro-batches.
+        problem: What is asked.
+        spp: Whether to return SPP's plans, by number of stages, instead of the one of Piper.
+    """
     each, counts = group_choices(space, problem.usable_gpus)
     costs = _Costs(space, choice, problem.usable_gpus // each, each)
     rule = StageRule(costs.spp_stage, costs.spp_cut) if spp else StageRule(costs.piper_stage)

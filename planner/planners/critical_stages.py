@@ -1,8 +1,9 @@
 """AutoPipe and PyTorch's `auto_partition`: partitions that move layers off the stage the step waits for.
 
-Both start from the partition whose slowest stage is fastest, simulate a step, and balance again the stages
-before the one that the step waits for, without its first block. Blocks are the layers between two allowed
-cuts. At most 2 p micro-batches are simulated, and the rest takes that of the slowest stage.
+Both start from the partition whose slowest stage is fastest and simulate a step. Then they take the first
+block from the stage for which the step waits, and rebalance the stages before it. Blocks are the layers
+between two allowed cuts. At most 2 p micro-batches are simulated; the others take the seconds of the slowest
+stage.
 
 AutoPipe: Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and
 Micro-batch Slicing", CLUSTER 2022, section III. It starts from the partition whose slowest stage is fastest,
@@ -53,15 +54,15 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 PARTS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
-"""The schedules that PyTorch's knows, and the stages of a device that it takes by default."""
+"""Schedules of PyTorch's method, and its default stages per device."""
 MOST_PARTITIONS = 50
-"""That are simulated of one shape."""
+"""Most partitions of one shape that are simulated."""
 FORWARD, WEIGHT = 0, 2
-"""Kinds of actions, as `Order.kind` has them."""
+"""Kinds of actions, see `Order.kind`."""
 
 
 class Times(NamedTuple):
-    """By action, when it starts and ends, and the action that it starts after."""
+    """By action, its start, its end, and the action after which it starts."""
 
     start: list[float]
     end: list[float]
@@ -69,11 +70,11 @@ class Times(NamedTuple):
 
 
 Critical = Callable[[Order, Times], int]
-"""The part that a step waits for."""
+"""Function that returns the part for which a step waits."""
 
 
 def _autopipe(problem: Problem) -> Iterator[Proposal]:
-    """For each micro-batch size and shape on all devices the partition, and its shortest step."""
+    """Yield the partition of each micro-batch size and shape on all devices, with its shortest step."""
     space = problem.space
     for choice, stages, replicas in equal_shapes(problem):
         space.budget.check()
@@ -86,8 +87,16 @@ def _autopipe(problem: Problem) -> Iterator[Proposal]:
 def autopipe_partition(
     forward: Floats, backward: Floats, stages: int, micro_batches: int
 ) -> tuple[Ends, float]:
-    """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them. Of
-    more than 2 p micro-batches the others take what they take on the slowest stage."""
+    """Return AutoPipe's partition of blocks, and the seconds of its simulated step.
+
+    Of more than 2 p micro-batches, the others take the seconds of the slowest stage.
+
+    Args:
+        forward: Forward seconds of the blocks.
+        backward: Backward seconds of the blocks.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+    """
     count = min(micro_batches, 2 * stages)
     order, sent = _resolve("1f1b", stages, count, 1), np.zeros(len(forward) + 1)
     rule = partial(partition, critical=master_stage, both_sides=False, most=inf, more=micro_batches - count)
@@ -95,7 +104,7 @@ def autopipe_partition(
 
 
 def master_stage(order: Order, times: Times) -> int:
-    """The last stage without idle time between its first and its last forward, else the slowest."""
+    """Return the last stage without idle time between its first and its last forward, else the slowest."""
     idle, busy, last = defaultdict[int, float](float), defaultdict[int, float](float), dict[int, int]()
     actions = list(zip(order.place.tolist(), order.kind.tolist(), order.previous.tolist(), strict=True))
     last.update({place: at for at, (place, kind, _) in enumerate(actions) if kind == FORWARD})
@@ -109,13 +118,13 @@ def master_stage(order: Order, times: Times) -> int:
 
 def _torch_partition(problem: Problem) -> Iterator[Proposal]:
     """Yield the partition for each micro-batch size, schedule and shape on all devices."""
-    own = [
+    configs = [
         replace(config, virtual_stages=PARTS[config.schedule])
         for config in problem.configs
         if config.schedule in PARTS and config.virtual_stages in (1, PARTS[config.schedule])
     ]
     for stages, replicas in full_shapes(problem):
-        for config in shared_configs(problem, dict.fromkeys(own), replicas) if stages > 1 else ():
+        for config in shared_configs(problem, dict.fromkeys(configs), replicas) if stages > 1 else ():
             plan = _find_partition(problem, config, stages, replicas)
             if plan is not None:
                 yield plan
@@ -131,7 +140,7 @@ PLANNERS = (Planner("autopipe", _autopipe), Planner("torch-partition", _torch_pa
 
 
 def _find_partition(problem: Problem, config: PipelineConfig, stages: int, replicas: int) -> Proposal | None:
-    """None where the schedule does not run with these numbers."""
+    """Return the partition; None if the schedule does not run with these numbers."""
     space, parts, micro_batches = problem.space, stages * config.virtual_stages, config.micro_batches
     divides = config.virtual_stages == 1 or micro_batches % stages == 0
     if micro_batches < stages or not divides or parts > space.chain.max_stages:
@@ -143,8 +152,8 @@ def _find_partition(problem: Problem, config: PipelineConfig, stages: int, repli
         return None
     group = space.replica_group(config.micro_batch_size, range(replicas))
     forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
-    latency, each = space.routes.route(tuple(range(replicas)), tuple(range(replicas, 2 * replicas)))
-    sent = latency + each * replicas * np.asarray(group.table.crossing)
+    latency, pace = space.routes.route(tuple(range(replicas)), tuple(range(replicas, 2 * replicas)))
+    sent = latency + pace * replicas * np.asarray(group.table.crossing)
     ends, seconds = partition(order, forward, backward, sent, check=space.budget.check)
     work = _sums(ends, forward + backward)
     slowest = max(sum(work[device::stages]) for device in range(stages))
@@ -174,20 +183,19 @@ def partition(
     more: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Ends, float]:
-    """The partition of the shortest step, from the balanced one on, and its simulated seconds.
+    """Return the partition with the shortest step, starting from the balanced one, and its simulated seconds.
 
     Args:
         order: The actions of a step.
-        forward: Seconds of each block.
-        backward: Seconds of each block.
+        forward: Forward seconds of each block.
+        backward: Backward seconds of each block.
         sent: Seconds of the transfer at each cut, from 0 to the number of blocks.
-        critical: Returns the part that a step waits for; None for `critical_part`.
-        both_sides: Whether to look at partitions that give the last block of the critical part to the next
-        part, too,
-            and move those no further whose critical part is further back.
-        most: Number of partitions to simulate.
-        more: Micro-batches beyond those of the order, which take what they take in the slowest part.
-        check: Called before each simulation.
+        critical: Function that returns the part for which a step waits. Defaults to `critical_part`.
+        both_sides: Whether to try partitions that give the last block of the critical part to the next part,
+            too. Those whose critical part is further back are then not continued.
+        most: Most partitions to simulate.
+        more: Micro-batches beyond those of the order, which take the seconds of the slowest part.
+        check: Function that is called before each simulation.
     """
     work, steps = forward + backward, dict[Ends, float]()
     queue = deque([(balanced_ends(work, order.program.slots), inf)])
@@ -196,25 +204,27 @@ def partition(
         if ends in steps or len(steps) >= most:
             continue
         check()
-        each = _sums(ends, forward), _sums(ends, backward)
-        times = _run(order, *each, [float(sent[end]) for end in ends])
-        steps[ends] = max(times.end) + more * max(map(sum, zip(*each, strict=True)))
+        part_seconds = _sums(ends, forward), _sums(ends, backward)
+        times = _run(order, *part_seconds, [float(sent[end]) for end in ends])
+        steps[ends] = max(times.end) + more * max(map(sum, zip(*part_seconds, strict=True)))
         part = (critical or critical_part)(order, times)
         if part <= earlier or not both_sides:
             following = islice(_next_partitions(work, ends, part), 2 if both_sides else 1)
-            queue += [(other, part) for other in following]
+            queue += [(next_ends, part) for next_ends in following]
     seconds, ends = min((seconds, ends) for ends, seconds in steps.items())
     return ends, seconds
 
 
 def _sums(ends: Ends, seconds: Floats) -> list[float]:
-    """Seconds of each part."""
+    """Return the seconds of each part."""
     return [float(seconds[begin:end].sum()) for begin, end in pairwise((0, *ends))]
 
 
 def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
-    """With the first layer of the critical part before it, and with its last one behind it; none of the first
-    part."""
+    """Yield partitions with the first layer of the critical part before it, and with its last layer after it.
+
+    The first part gives no layers.
+    """
     begin, end = (0, *ends)[critical], ends[critical]
     if critical == 0 or end - begin < 2:
         return
@@ -224,7 +234,7 @@ def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
 
 
 def critical_part(order: Order, times: Times) -> int:
-    """The part that is longest on a critical path between the first backward and the last forward."""
+    """Return the part that is longest on a critical path between the first backward and the last forward."""
     forwards = (order.kind == FORWARD).tolist()
     begin = min(second for second, is_forward in zip(times.start, forwards, strict=True) if not is_forward)
     until = max(second for second, is_forward in zip(times.end, forwards, strict=True) if is_forward)
@@ -233,25 +243,27 @@ def critical_part(order: Order, times: Times) -> int:
 
 
 def _run(order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]) -> Times:
-    """Times of parts of these seconds, with `sent` seconds from each part to the next and back."""
+    """Return the times of a step, with `sent` seconds from each part to the next and back."""
     start, end, cause = times = Times([], [], [])
     columns = (order.kind, order.place, order.previous, order.source, order.splits)
-    for kind, place, previous, source, split in zip(*(own.tolist() for own in columns), strict=True):
-        begin, after = (end[previous] if previous != NONE else 0.0), previous
+    for kind, place, previous, source, split in zip(*(column.tolist() for column in columns), strict=True):
+        begin, cause_action = (end[previous] if previous != NONE else 0.0), previous
         if source != NONE:
             arrival = end[source] + sent[place - 1 if kind == FORWARD else place]
             if arrival > begin:
-                begin, after = arrival, source
+                begin, cause_action = arrival, source
         seconds = backward[place] / 2 if split or kind == WEIGHT else backward[place]
         start.append(begin)
-        cause.append(after)
+        cause.append(cause_action)
         end.append(begin + (forward[place] if kind == FORWARD else seconds))
     return times
 
 
 def _longest_part(last: int, times: Times, places: Sequence[int], within: tuple[float, float]) -> int:
-    """On the path of causes that ends with the action `last`: of its actions that begin and end within the
-    seconds, else of all; the earliest of equal parts."""
+    """Return the longest part on the path of causes that ends with action `last`, the earliest of equal ones.
+
+    Only actions within the interval count, or all if there are none.
+    """
     inside, everywhere = defaultdict[int, float](float), defaultdict[int, float](float)
     at = last
     while at != NONE:
@@ -260,5 +272,5 @@ def _longest_part(last: int, times: Times, places: Sequence[int], within: tuple[
         if within[0] <= start and end <= within[1]:
             inside[places[at]] += end - start
         at = times.cause[at]
-    own = inside or everywhere
-    return min(own, key=lambda part: (-own[part], part))
+    seconds_by_part = inside or everywhere
+    return min(seconds_by_part, key=lambda part: (-seconds_by_part[part], part))

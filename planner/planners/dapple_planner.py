@@ -1,32 +1,32 @@
-"""DAPPLE: synchronous pipelines with replicated stages, the least estimated latency, on real machines.
+"""DAPPLE: synchronous pipelines with replicated stages and the least estimated latency, on real machines.
 
 Fan et al., "DAPPLE: A pipelined data parallel approach for training large models", PPoPP 2021, section 4. T =
-T_w + T_s + T_e of stages, and of transfers, which are stages whose forward and backward take their seconds,
+T_w + T_s + T_e over stages and transfers. A transfer is a stage whose forward and backward take its seconds,
 without an all-reduce. With M micro-batches, the pivot Q, and F, B, AR of the stages:
 
     T_w = sum of F_s up to Q                 T_s = (M - 1) (F_Q + B_Q)
     T_e = max over s of AR_s + (sum of B_a for a = s..Q)         for s <= Q
                         AR_s - (sum of B_a for a = Q+1..s-1)     for s > Q
 
-The all-reduce of a stage is so hidden by the backwards that follow it on the earlier stages. Q is the last
-stage, or from there backwards each stage whose (M - 1)(F + B) is above that of Q plus F + B of the stages
-between. Both cases of T_e are AR_s + (backwards up to Q) - (backwards before s), so that
+The backwards on the earlier stages hide the all-reduce of a stage. Q is the last stage or, going back from
+it, each stage whose (M - 1)(F + B) is above that of Q plus F + B of the stages between. Both cases of T_e are
+AR_s + (backwards up to Q) - (backwards before s), so that
 
     T = (F + B of the stages before Q) + M (F_Q + B_Q) + max over s of (AR_s - backwards before s)
 
-The paper's recursion: for the layers planned so far and the devices taken of each machine it keeps the plan
-whose latency is least when all other layers are one stage on all other devices; from each, the next stage
-takes more layers, a number of devices, and one of three placements. Here plans grow from the last stage to
-the first, on the same placements, as Q is found in this order and the micro-batches in flight on a stage are
-then known.
+The paper's recursion keeps, for the layers planned so far and the devices used of each machine, the plan with
+the least latency when all other layers are one stage on all other devices. From each, the next stage takes
+more layers, a number of devices, and one of three placements. Here plans grow from the last stage to the
+first, with the same placements, because Q is found in this order and the micro-batches in flight on a stage
+are then known.
 
-Beyond the paper: the plan may leave devices unused; states are kept apart by their number of stages, and
-may keep several plans (`BeamLimits`), since the least latency now is not always the start of the best plan; a
-stage has to fit with the micro-batches in flight there, recomputing where it must. States whose every
-continuation is slower than the best plan known are dropped.
+Beyond the paper: the plan may leave devices unused; states are separate by number of stages, and may keep
+several plans (`BeamLimits`), because the least latency so far is not always the start of the best plan; a
+stage must fit with its micro-batches in flight, recomputing if it must. States whose every continuation is
+slower than the best known plan are dropped.
 
-Placements (section 4.2): three ways to give the next stage its devices, on real machine boundaries. Devices
-of a machine are used in the order of their ranks, so that their number says which are free.
+Placements (section 4.2): three ways to assign devices to the next stage, on real machine boundaries. Devices
+of a machine are used in rank order, so their number determines which are free.
 """
 
 from __future__ import annotations
@@ -58,17 +58,22 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 BLOCKS, QUICK_BLOCKS = 100, 24
-"""Blocks of layers between which a search may cut, and a quick search of each micro-batch size."""
+"""Most blocks of layers between which a search may cut, and a quick search of each micro-batch size."""
 
 
 ENTRIES = 400_000
-"""Plans that are costed side by side."""
+"""Plans that are costed together as arrays."""
 
 
 @dataclass(frozen=True)
 class BeamLimits:
-    """What a search may do. More devices than `groups` stay together with their neighbours; of each number of
-    stages `width` plans times cut points are kept, and `plans_per_state` of each state."""
+    """Limits of a beam search.
+
+    Attributes:
+        groups: Most groups of devices. With more devices, neighbours are grouped.
+        width: Most plans times cut points that are kept for each number of stages.
+        plans_per_state: Most plans of each state.
+    """
 
     groups: int = MOST_GROUPS
     width: int = 600_000
@@ -79,7 +84,7 @@ FULL, QUICK = BeamLimits(), BeamLimits(groups=8, width=13_000, plans_per_state=2
 
 
 def _propose(problem: Problem) -> Iterator[Proposal]:
-    """The plan of least estimated latency for the most promising micro-batch sizes."""
+    """Yield the plan of least estimated latency for the most promising micro-batch sizes."""
     most, use_all = problem.stage_counts[-1], problem.options.use_all
 
     def find(space: Space, choice: MicroBatchChoice, is_quick: bool) -> CutPlan | None:
@@ -104,49 +109,51 @@ def find_dapple_plan(
     """Find the plan for one micro-batch size.
 
     Args:
-        space: The plans to search.
-        choice: Size of the micro-batches.
-        gpus: How many of the first devices may be used.
-        most_stages: Most stages of the plan; None for any number.
-        use_all: Whether no device may stay free.
-        beam: What the search may do.
+        space: Costs and limits.
+        choice: Micro-batches.
+        gpus: Number of first devices that may be used.
+        most_stages: Most stages. None for any number.
+        use_all: Whether every device must be used.
+        beam: Limits of the search.
 
     Returns:
-        The plan, None where none fits.
+        The plan; None if none fits.
     """
     has_replicas = space.runtime is None or space.runtime.replicas != "none"
     machines = split_machines(
         gpus, min(gpus, space.topology.gpus_per_node), beam.groups if has_replicas else gpus
     )
     best: CutPlan | None = None
-    for own in size_choices(space, range(1, sum(machines.rooms) + 1)):
-        best = _DappleSearch(Moves(space, choice, machines, own), use_all, beam).run(
+    for allowed_counts in size_choices(space, range(1, sum(machines.rooms) + 1)):
+        best = _DappleSearch(Moves(space, choice, machines, allowed_counts), use_all, beam).run(
             best, most_stages or gpus
         )
     return best
 
 
 TIE = 1e-12
-"""Equal stages leave the pivot where it is, whatever the rounding."""
+"""Relative difference below which equal stages leave the pivot unchanged despite rounding."""
 
 
 Counts = tuple[int, ...]
-"""By machine, a number of its devices."""
+"""Number of devices by machine."""
 
 
 def fresh_first(machines: Counts, used: Counts, count: int) -> Counts:
-    """Devices of unused machines first: keeps the replicas of a stage on the fast links of one machine."""
+    """Return devices of unused machines first, which keeps replicas on the fast links of one machine."""
     return _in_order(machines, used, count, sorted(range(len(used)), key=lambda machine: used[machine] > 0))
 
 
 def append_first(machines: Counts, used: Counts, count: int) -> Counts:
-    """Free devices of used machines first: leaves no machine half empty."""
+    """Return free devices of used machines first, which leaves no machine half empty."""
     return _in_order(machines, used, count, sorted(range(len(used)), key=lambda machine: used[machine] == 0))
 
 
 def scatter_first(machines: Counts, used: Counts, count: int) -> Counts:
-    """One device in turn of each used machine, where there are several with enough left, else of each machine
-    that has any left: transfers from stage to stage then stay inside the machines."""
+    """Return one device in turn of each used machine, so that transfers stay inside the machines.
+
+    If used machines are not several, or have too few devices left, all machines with free devices count.
+    """
     free = [room - count_used for room, count_used in zip(machines, used, strict=True)]
     begun = [machine for machine, room in enumerate(free) if room and used[machine]]
     enough = len(begun) > 1 and sum(free[machine] for machine in begun) >= count
@@ -173,21 +180,21 @@ def _in_order(machines: Counts, used: Counts, count: int, order: Sequence[int]) 
 
 @dataclass(frozen=True)
 class Machines:
-    """The nodes of a topology, in groups of `each` neighbouring devices that stay together."""
+    """Nodes of a topology, in groups of `each` neighbouring devices that stay together."""
 
     rooms: Counts
     starts: tuple[int, ...]
     each: int
 
     def ranks(self, used: Counts, counts: Counts) -> tuple[int, ...]:
-        """The ranks of so many groups after the used ones."""
+        """Return the ranks of these groups after the used ones."""
         first = [start + count for start, count in zip(self.starts, used, strict=True)]
         groups = [at + index for at, count in zip(first, counts, strict=True) for index in range(count)]
         return tuple(group * self.each + index for group in groups for index in range(self.each))
 
 
 def split_machines(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS) -> Machines:
-    """The nodes of so many devices; those that are left over by the groups stay unused."""
+    """Return the nodes of `gpus` devices. Devices left over by the groups stay unused."""
     each = group_devices(gpus, gpus_per_node, most_groups)
     room = max(gpus_per_node // each, 1)
     starts = range(0, gpus // each, room)
@@ -195,20 +202,22 @@ def split_machines(gpus: int, gpus_per_node: int, most_groups: int = MOST_GROUPS
 
 
 class Moves:
-    """Ways to give a stage its devices, with what stages cost on them.
+    """Ways to assign devices to a stage, with the costs of stages on them.
 
-    A *state* is a number for what is taken of each machine; state 0 is nothing. A *move* is a number for the
-    devices of a stage that lead from one state to another. The last moves, one for each state but 0, have as
-    many of the devices that are taken in it as a stage may have.
+    A *state* is a number for the devices used of each machine; state 0 is nothing. A *move* is a number for
+    the devices of a stage that lead from one state to another. The last moves, one for each state but 0, have
+    as many devices of that state as a stage may have.
 
-    Attributes:
-        ranks: By move, its devices.
-        source: By move but the last ones, the state before it.
-        devices: (states,): how many devices are taken.
-        into: By state, the moves that lead to it.
-        whole: (states,): the last moves.
-        group: (moves,): where their costs are.
-        least_work: (cut points,): device seconds of a micro-batch up to each place, however it is shared.
+    Attributes: `ranks`: by move, its devices. `source`: by move except the last ones, the state before it.
+    `devices` (states,): number of devices used. `into`: by state, the moves that lead to it. `whole`
+    (states,): the last moves. `group` (moves,): index of the costs. `least_work` (cut points,): least device
+    seconds of a micro-batch up to each cut point.
+
+    Args:
+        space: Costs and limits.
+        choice: Micro-batches.
+        machines: Nodes and groups.
+        counts: Numbers of groups that a stage may have.
     """
 
     def __init__(
@@ -256,7 +265,10 @@ class Moves:
         )
 
     def transfer(self, senders: Indices, receivers: Indices, cut_points: Indices) -> Floats:
-        """Seconds of a micro-batch from a stage to the next, cut at a place. Arrays of one length."""
+        """Return the seconds of a micro-batch from stages to the next, by cut point.
+
+        Arrays have one length.
+        """
         pairs, inverse = np.unique(senders * len(self.ranks) + receivers, return_inverse=True)
         latency, pace = np.array([self._pace(pair) for pair in pairs.tolist()]).reshape(-1, 2)[inverse].T
         crossing = self.table("crossing")
@@ -268,18 +280,18 @@ class Moves:
 
 
 class LastStages(NamedTuple):
-    """The last stages of plans, arrays of one length.
+    """Last stages of plans as arrays of one length.
 
     Attributes:
-        begin: Cut point that they start at.
-        state: State that they start at.
+        begin: Cut point where they start.
+        state: State where they start.
         move: Devices of the first of them.
-        parent: Number of the last stages but this one, of those that these come from.
+        parent: Row of the last stages without this one.
         recomputes: Whether a stage recomputes.
         aligned: Terms of T: seconds up to the pivot's last backward.
         hidden: The same without one micro-batch of the pivot.
         exposed: Longest all-reduce after it.
-        least: Seconds that T is not below, whatever comes in front.
+        least: Seconds that T is not below, for any stages in front.
     """
 
     begin: Indices
@@ -295,12 +307,19 @@ class LastStages(NamedTuple):
     def take(self, which: Indices) -> LastStages:
         """Return some of the plans."""
         arrays: tuple[Any, ...] = self
-        return LastStages(*(own[which] for own in arrays))
+        return LastStages(*(values[which] for values in arrays))
 
     def after(
         self, forward: Floats, backward: Floats, reduced: Floats | float, micro_batches: int
     ) -> LastStages:
-        """Return the plans with the terms that they have with a stage, or a transfer, in front."""
+        """Return the plans with a stage or a transfer in front.
+
+        Args:
+            forward: Forward seconds.
+            backward: Backward seconds.
+            reduced: All-reduce seconds.
+            micro_batches: Number of micro-batches.
+        """
         work = forward + backward
         is_pivot = micro_batches * work > (self.hidden + work) * (1 + TIE)
         return self._replace(
@@ -312,12 +331,12 @@ class LastStages(NamedTuple):
 
     @property
     def seconds(self) -> Floats:
-        """T, where these are all stages."""
+        """T, if these are all stages."""
         return self.aligned + self.exposed
 
 
 class _DappleSearch:
-    """One search: a level for every number of stages, the last stages first."""
+    """One search: a level for every number of stages, last stages first."""
 
     def __init__(self, moves: Moves, use_all: bool, beam: BeamLimits) -> None:
         self.moves, self.beam, self.choice = moves, beam, moves.choice
@@ -329,7 +348,7 @@ class _DappleSearch:
         self.levels = [LastStages(none + self.last, states, none, none, none > 0, *terms)]
 
     def run(self, best: CutPlan | None, most_stages: int) -> CutPlan | None:
-        """The best plan, where one is faster than the known one; else that."""
+        """Return the best plan, or the known one if none is faster."""
         for to_last in range(1, most_stages + 1):
             self.moves.space.budget.check()
             into = [self.moves.into[state] for state in self.levels[-1].state.tolist()]
@@ -344,7 +363,7 @@ class _DappleSearch:
         return best
 
     def _sent(self, plans: LastStages, moves: Indices, to_last: int) -> LastStages:
-        """The plans with the transfer from a stage in front of each, on the devices of a move."""
+        """Return the plans with the transfer from a stage in front of each, on the devices of a move."""
         if to_last == 1:
             return plans
         seconds = self.moves.transfer(moves, plans.move, plans.begin)
@@ -353,19 +372,19 @@ class _DappleSearch:
     def _in_front(
         self, plans: LastStages, moves: Indices, begin: Indices | int, to_last: int
     ) -> tuple[LastStages, Indices]:
-        """The plans with a stage in front of each, and which of these stages fit."""
+        """Return the plans with a stage in front of each, and which of these stages fit."""
         in_flight, group = self.choice.in_flight(to_last), self.moves.group[moves]
         names = ("forward", "backward", "all_reduce", "never", "always")
         tables = (self.moves.table(name)[group, begin, plans.begin] for name in names)
         forward, backward, reduced, never, always = tables
-        again = in_flight > never
-        begins, recomputes = np.broadcast_to(begin, moves.shape), plans.recomputes | again
-        longer = plans.after(forward, backward + again * forward, reduced, self.choice.micro_batches)
+        recompute = in_flight > never
+        begins, recomputes = np.broadcast_to(begin, moves.shape), plans.recomputes | recompute
+        longer = plans.after(forward, backward + recompute * forward, reduced, self.choice.micro_batches)
         longer = longer._replace(begin=begins, move=moves, recomputes=recomputes)
-        return longer, ~again | (in_flight <= always)
+        return longer, ~recompute | (in_flight <= always)
 
     def _finish(self, which: Indices, moves: Indices, to_last: int, best: CutPlan | None) -> CutPlan | None:
-        """The best plan, with the layers that are left in one stage on the devices of a move each."""
+        """Return the best plan with the remaining layers in one stage, on the devices of a move each."""
         sent = self._sent(self.levels[-1].take(which), moves, to_last)
         plans, fits = self._in_front(sent, moves, 0, to_last)
         seconds = np.where(fits, plans.seconds, np.inf)
@@ -380,13 +399,13 @@ class _DappleSearch:
         return CutPlan(tuple(ends), tuple(devices[:-1]), float(seconds[first]), bool(plans.recomputes[first]))
 
     def _extend(self, which: Indices, moves: Indices, to_last: int, limit: float) -> LastStages:
-        """The best plans of each state with one stage more, those first that take the least at least."""
+        """Return the best plans of each state with one more stage, least lower estimates first."""
         rows = max(ENTRIES // (self.last + 1), 1)
         parts = [
             self._rank(which[at : at + rows], moves[at : at + rows], to_last, limit)
             for at in range(0, max(len(moves), 1), rows)
         ]
-        seconds, least, *arrays = (np.concatenate(own) for own in zip(*parts, strict=True))
+        seconds, least, *arrays = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         plans = LastStages(*arrays)
         keys = plans.begin * len(self.moves.devices) + plans.state
         order = np.lexsort((seconds, keys))
@@ -396,10 +415,11 @@ class _DappleSearch:
         return plans.take(order[np.argsort(least[order], kind="stable")][:width])
 
     def _rank(self, which: Indices, moves: Indices, to_last: int, limit: float) -> tuple[Any, ...]:
-        """Plans with the next stage on the devices of a move each, begun everywhere it may: their latency
-        with the other layers in one stage, whether it fits or not; what they take at least; and their arrays.
+        """Return plans with the next stage on the devices of a move each, begun at every possible cut point.
 
-        What is left takes its share of the least work; one of its stages does so in every micro-batch.
+        The result holds their latency with the other layers in one stage (fitting or not), their lower
+        estimates, and their arrays. The remaining layers take their share of the least work, and one of their
+        stages does so in every micro-batch.
         """
         sent = self._sent(self.levels[-1].take(which), moves, to_last)
         sent = sent._replace(parent=which, state=self.moves.source[moves])

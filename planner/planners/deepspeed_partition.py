@@ -1,19 +1,19 @@
-"""The cuts that DeepSpeed 0.19.8 makes of weights by `partition_balanced`: `parameters` and `type:REGEX`.
+"""Partitions of DeepSpeed 0.19.8's `partition_balanced`: `parameters` and `type:REGEX`.
 
-Stage by stage it keeps, for the first i layers in j stages, one partition: of those that add a last stage to
-the partitions for j - 1 stages the one whose heaviest and lightest stage differ least, of equal ones that
-with the latest cut. It minimizes neither the difference nor the heaviest stage: a partition that it keeps
-need not be the beginning of a good one. It knows no forbidden cuts.
+Stage by stage it keeps one partition for the first i layers in j stages. Of those that add a last stage to
+the partitions for j - 1 stages, it keeps the one whose heaviest and lightest stage differ least, and of equal
+ones that with the latest cut. It minimizes neither the difference nor the heaviest stage, because a partition
+that it keeps need not be the beginning of a good one. It ignores forbidden cuts.
 
-`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, ignoring case, where
+`planner="deepspeed-type:REGEX"` searches the regular expression in the layers' names, ignoring case, while
 DeepSpeed searches it in the names of their classes. Without an expression, the first layer of every
-transformer block is counted, where the names show them. Weights are 1 and 0: of equal cuts the latest are
-taken, so that layers that do not match stay with the matching layer before them.
+transformer block is counted, if the names show them. Weights are 1 and 0. Of equal cuts the latest wins, so
+layers that do not match stay with the matching layer before them.
 
-Python's regular expressions backtrack, and one from a file may never end. The time of a search is bounded by
-the ways in which the expression can match a text of n characters: at most n + 1 for each repetition and for
-the place where the match begins, and 2 for each alternative or optional part. A group is not
-repeated where an operator stands before its end, and verbose expressions, which hide operators, are refused.
+Python's regular expressions backtrack, and one from a file may never end. The time of a search is limited by
+the number of ways in which the expression can match a text of n characters: at most n + 1 for each repetition
+and for the start of the match, and 2 for each alternative or optional part. Repeated groups with an operator
+inside, and verbose expressions, which hide operators, are refused.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ if TYPE_CHECKING:
 
 
 MOST_LAYERS, MOST_ENTRIES = 3_000, 1e9
-"""Of the tables of all layers by all layers by stages, beyond which DeepSpeed itself would take hours."""
+"""Most layers, and entries of the tables of layers x layers x stages. DeepSpeed would take hours beyond."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeepSpeedBalance:
-    """DeepSpeed's partitions of layers of these weights, for any number of stages."""
+    """DeepSpeed's partitions of layers with these weights, for any number of stages."""
 
     weights: Sequence[float] | Floats
     _latest: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """By stage but the first, (layers + 1,): where it begins, where so many layers are done after it."""
+    """By stage except the first, (layers + 1,) begins of the last stage by the number of layers up to its
+    end."""
 
     def ends(self, stages: int) -> Ends | None:
-        """By stage, the number of layers before its end; None for more stages than layers, which DeepSpeed
-        leaves empty, and for so many layers that it would take hours."""
+        """Return the number of layers up to the end of each stage.
+
+        None for more stages than layers, which DeepSpeed leaves empty, and if DeepSpeed would take hours.
+        """
         layers = len(self.weights)
         if stages > layers or layers > MOST_LAYERS or float(layers) ** 2 * stages > MOST_ENTRIES:
             return None
@@ -68,9 +71,9 @@ class DeepSpeedBalance:
         return tuple(reversed(ends))
 
     def _add_stage(self) -> None:
-        """Where one more stage begins, after each number of layers that it may end at."""
-        before = self._tables[0][0]
-        last, count = before[:, None] - before, np.arange(len(before))
+        """Compute where one more stage begins, for each number of layers where it may end."""
+        running = self._tables[0][0]
+        last, count = running[:, None] - running, np.arange(len(running))
         heavy, light = np.maximum(self._tables[-1][0], last), np.minimum(self._tables[-1][1], last)
         is_stage = (count > len(self._latest)) & (count < count[:, None])
         differ = np.where(is_stage, heavy - light, np.inf)
@@ -80,13 +83,13 @@ class DeepSpeedBalance:
 
     @cached_property
     def _tables(self) -> list[tuple[Floats, Floats]]:
-        """By number of stages, (layers + 1,) each: the heaviest and the lightest stage of what is kept."""
-        before = np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
-        return [(before, before)]
+        """By number of stages, the (layers + 1,) heaviest and lightest stages of kept partitions."""
+        running = np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
+        return [(running, running)]
 
 
 def deepspeed_ends(chain: Chain, balance: DeepSpeedBalance, stages: int) -> Ends | None:
-    """DeepSpeed's ends of so many stages; each that the profile forbids at the nearest allowed cut."""
+    """Return DeepSpeed's ends of `stages` stages, each forbidden one moved to the nearest allowed cut."""
     ends = balance.ends(stages)
     if ends is None or allows(chain, ends):
         return ends
@@ -94,7 +97,7 @@ def deepspeed_ends(chain: Chain, balance: DeepSpeedBalance, stages: int) -> Ends
 
 
 def _pipelines(problem: Problem, weights: Floats, most_stages: float = inf) -> Iterator[Proposal]:
-    """The cuts of these weights in each number of stages, up to the most."""
+    """Return the pipelines with these weights, for each number of stages up to `most_stages`."""
     chain, balance = problem.space.chain, DeepSpeedBalance(weights)
 
     def ends(stages: int, _: int) -> Ends | None:
@@ -109,13 +112,17 @@ def _parameters(problem: Problem) -> Iterator[Proposal]:
 
 
 MOST_MATCH_STEPS = 1e9
-"""Of all searches together: about ten seconds."""
+"""Most steps of all searches together: about ten seconds."""
 LONGEST_PATTERN = 1000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The expression, in any case. Raises ValueError with what is wrong with it."""
+    """Return the compiled expression, ignoring case.
+
+    Raises:
+        ValueError: It is not a regular expression.
+    """
     if len(pattern) > LONGEST_PATTERN:
         raise ValueError(f"more than {LONGEST_PATTERN} characters")
     try:
@@ -127,9 +134,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
-    """In which of the texts the expression is found, in any case.
+    """Return which of the texts contain a match of the expression, ignoring case.
 
-    Raises ValueError where it is none, or where looking for it could take longer than MOST_MATCH_STEPS.
+    Raises:
+        ValueError: It is not a regular expression, or the search could take longer than `MOST_MATCH_STEPS`.
     """
     search, steps = compile_pattern(pattern).search, 0.0
     is_flat = re.search(r"[(\[\\]", pattern) is None
@@ -139,15 +147,17 @@ def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
     ends = [end.start() for end in re.finditer(r"\)\s*[*+{]", pattern)]
     inside = pattern[pattern.find("(") : ends[-1]].replace("(?:", "(") if ends else ""
     if steps > MOST_MATCH_STEPS or re.search(r"[*+{|?]", inside) or re.search(r"\(\?[aiLmsu-]*x", pattern):
-        raise ValueError("it repeats what repeats, or repeats too often: matching it could take for ever")
+        raise ValueError("it nests repetitions, or has too many: matching it could take forever")
     return [search(text) is not None for text in texts]
 
 
 def matching_layers(chain: Chain, pattern: str | None) -> npt.NDArray[np.bool_]:
-    """(layers,): which layers' names match; without a pattern, the first of each transformer block.
+    """Return a (layers,) mask of the names that match.
+
+    Without a pattern, the first of each transformer block.
 
     Raises:
-        UsageError: Looking for matches could take too long.
+        UsageError: The search could take too long.
     """
     if pattern is None:
         blocks = repeated_blocks(chain)
@@ -159,13 +169,13 @@ def matching_layers(chain: Chain, pattern: str | None) -> npt.NDArray[np.bool_]:
 
 
 def deepspeed_type(pattern: str | None = None) -> Planner:
-    """Make the planner that balances the number of layers whose names match, or of transformer blocks.
+    """Return the planner that balances the number of layers whose names match, or of transformer blocks.
 
     Args:
-        pattern: Regular expression; None for transformer blocks.
+        pattern: Regular expression. None for transformer blocks.
 
     Raises:
-        UsageError: It is no regular expression. Proposing raises it where no layer matches.
+        UsageError: It is not a regular expression. Proposing raises it if no layer matches.
     """
     try:
         compile_pattern(pattern or "")

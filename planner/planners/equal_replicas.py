@@ -1,14 +1,15 @@
-"""PipeDream-2BW, BaPipe and Galvatron: pipelines whose stages all have as many replicas.
+"""PipeDream-2BW, BaPipe and Galvatron: pipelines whose stages all have equal replicas.
 
 PipeDream-2BW: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 4.
 Every width w (replicas of each stage) and depth d (stages) that make all devices, every micro-batch size,
-with recomputation on all stages or on none; the transformer blocks, or where the names tell none the layers,
-as equal in number as can be, more on later stages. The estimate of a step of M micro-batches is
+with recomputation on all stages or on none. Stages have equal numbers of transformer blocks (of layers, if
+the names show no blocks), as far as possible, with more on later stages. The estimate of a step of M
+micro-batches is
 
     M max over stages of max(f + b + its transfers, AR / M)
 
-and a plan has to fit. Here memory is pplan's, of the schedule that is searched: two weight versions only
-under `schedule='pipedream-2bw'`.
+and a plan must fit. Here memory is pplan's for the searched schedule: two weight versions only under
+`schedule='pipedream-2bw'`.
 
 BaPipe: Zhao et al., "BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Training",
 arXiv:2012.12544, section 3. Stages of as equal seconds as can be, one a device, in the order of the devices,
@@ -72,50 +73,55 @@ if TYPE_CHECKING:
     from ..search.space import Space
 
 MOST_PARTITIONS = 400
-"""That are looked at of one shape."""
+"""Most partitions of one shape that are tried."""
 
 
 def _width_and_depth(problem: Problem) -> Iterator[Proposal]:
-    """For each micro-batch size the width and depth with the least estimate."""
+    """Yield the width and depth with the least estimate for each micro-batch size."""
     plans = dict[MicroBatchChoice, list[WidthDepthPlan]]()
     for choice, stages, width in equal_shapes(problem):
         plans.setdefault(choice, []).extend(width_and_depth_plans(problem.space, choice, stages, width))
-    for choice, own in plans.items():
-        if own:
-            seconds, ends, replicas, recomputes = min(own)
+    for choice, choice_plans in plans.items():
+        if choice_plans:
+            seconds, ends, replicas, recomputes = min(choice_plans)
             yield replicated_pipeline(choice.config(recomputes), ends, replicas, seconds)
 
 
 WidthDepthPlan = tuple[float, Ends, tuple[int, ...], bool]
-"""The estimated step, by stage its end and replicas, and whether all stages recompute."""
+"""Estimated step, ends and replicas of the stages, and whether all stages recompute."""
 
 
 def width_and_depth_plans(
     space: Space, choice: MicroBatchChoice, stages: int, width: int
 ) -> Iterator[WidthDepthPlan]:
-    """PipeDream-2BW's plans of this depth and width, without recomputation and with it, that fit."""
+    """Yield PipeDream-2BW's plans of this depth and width that fit, without and with recomputation."""
     cut_points, ends = list(space.table(space.chain.sizes[0]).cut_points), equal_blocks(space.chain, stages)
     places = list(pairwise([0, *(cut_points.index(end) for end in ends)]))
     ranks = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(stages)]
-    work = [cost_replicas(space, choice, own) for own in ranks]
+    work = [cost_replicas(space, choice, stage_work) for stage_work in ranks]
     moved = [0.0]
-    for (start, _), own, here, there in zip(places[1:], work[1:], ranks, ranks[1:], strict=False):
-        latency, each = space.routes.route(here, there)
-        moved.append(2 * (latency + each * float(own.crossing[start]) * width))
+    for (start, _), stage_work, here, there in zip(places[1:], work[1:], ranks, ranks[1:], strict=False):
+        latency, pace = space.routes.route(here, there)
+        moved.append(2 * (latency + pace * float(stage_work.crossing[start]) * width))
     for recomputes in (False, True):
         seconds = 0.0
-        for stage, (own, at) in enumerate(zip(work, places, strict=True)):
-            fits = choice.in_flight(stages - stage) <= (own.always if recomputes else own.never)[at]
-            computing = own.forward[at] * (1 + recomputes) + own.backward[at]
-            busy = max(computing + moved[stage], float(own.all_reduce[at]) / choice.micro_batches)
+        for stage, (stage_work, at) in enumerate(zip(work, places, strict=True)):
+            fits = (
+                choice.in_flight(stages - stage)
+                <= (stage_work.always if recomputes else stage_work.never)[at]
+            )
+            computing = stage_work.forward[at] * (1 + recomputes) + stage_work.backward[at]
+            busy = max(computing + moved[stage], float(stage_work.all_reduce[at]) / choice.micro_batches)
             seconds = max(seconds, busy if fits else inf)
         if seconds < inf:
             yield choice.micro_batches * float(seconds), ends, (width,) * stages, recomputes
 
 
 def equal_blocks(chain: Chain, stages: int) -> Ends:
-    """Ends of stages of as many transformer blocks each as can be, else layers, more on later ones; a
-    forbidden cut is moved to the nearest allowed one."""
+    """Return ends of stages with equal numbers of transformer blocks, else of layers, more on later stages.
+
+    A forbidden cut is moved to the nearest allowed one.
+    """
     blocks = repeated_blocks(chain)
     starts = tuple(range(len(chain) + 1))
     if blocks is not None and len(blocks) >= stages:
@@ -126,11 +132,13 @@ def equal_blocks(chain: Chain, stages: int) -> Ends:
 
 
 def _bapipe(problem: Problem) -> Iterator[Proposal]:
-    """Yield the fastest micro-batches for each number of stages, one device a stage."""
+    """Yield the fastest micro-batches for each number of stages, one device per stage."""
     space = problem.space
     if space.is_long:
         return
-    choices = [one for one in micro_batch_choices(problem.configs) if can_share(problem, one.size, 1)]
+    choices = [
+        choice_ for choice_ in micro_batch_choices(problem.configs) if can_share(problem, choice_.size, 1)
+    ]
     for stages in stage_counts(problem):
         plans = [(find_bapipe_plan(space, choice, stages), choice) for choice in choices]
         fitting = [(plan, choice) for plan, choice in plans if plan is not None]
@@ -140,35 +148,42 @@ def _bapipe(problem: Problem) -> Iterator[Proposal]:
 
 
 def find_bapipe_plan(space: Space, choice: MicroBatchChoice, stages: int) -> tuple[float, Ends] | None:
-    """Seconds of a step, and the cut points that the stages end at; None where no partition fits."""
+    """Return the seconds of a step and the cut points where the stages end; None if no partition fits."""
     work = [cost_replicas(space, choice, [rank]) for rank in range(stages)]
-    ideal = 1 / sum(1 / max(float((own.forward + own.backward)[0, -1]), 1e-300) for own in work)
+    ideal = 1 / sum(
+        1 / max(float((stage_work.forward + stage_work.backward)[0, -1]), 1e-300) for stage_work in work
+    )
     sent = np.zeros((stages + 1, len(work[0].crossing)))
     for stage in range(1, stages):
-        latency, each = space.routes.route((stage - 1,), (stage,))
-        sent[stage] = latency + each * work[stage].crossing
+        latency, pace = space.routes.route((stage - 1,), (stage,))
+        sent[stage] = latency + pace * work[stage].crossing
     for most in (ideal, inf):
         allowed = sent <= most
         costs = [
             np.where(
-                allowed[stage][:, None] & allowed[stage + 1], own.work(choice.in_flight(stages - stage)), inf
+                allowed[stage][:, None] & allowed[stage + 1],
+                stage_work.work(choice.in_flight(stages - stage)),
+                inf,
             )
-            for stage, own in enumerate(work)
+            for stage, stage_work in enumerate(work)
         ]
         if (ends := even_stages(costs)) is not None:
             slowest = max(stage_entries(costs, ends))
-            send = max((float(own[end]) for own, end in zip(sent[1:], ends[:-1], strict=False)), default=0.0)
+            send = max(
+                (float(stage_work[end]) for stage_work, end in zip(sent[1:], ends[:-1], strict=False)),
+                default=0.0,
+            )
             return bapipe_seconds(slowest, send, choice.micro_batches, stages), ends
     return None
 
 
 def bapipe_seconds(slowest: float, send: float, micro_batches: int, stages: int) -> float:
-    """Seconds of a step of 1F1B-SO."""
+    """Return the seconds of a step of 1F1B-SO."""
     return (micro_batches + stages - 1) * slowest + (stages - 1) * 2 * send
 
 
 def _galvatron(problem: Problem) -> Iterator[Proposal]:
-    """For each micro-batch size and depth the partition of the least estimate."""
+    """Yield the partition of the least estimate for each micro-batch size and depth."""
     if problem.space.is_long:
         return
     for choice, depth, replicas in equal_shapes(problem):
@@ -182,31 +197,35 @@ def _galvatron(problem: Problem) -> Iterator[Proposal]:
 
 @dataclass(frozen=True, eq=False)
 class StageTables:
-    """By stage, tables over the cut points a stage lies between: seconds of forward and backward, with
-    recomputation where it must; bytes of a replica; inf for what does not fit. `reduced`: seconds of its
-    all-reduce, the same on all stages."""
+    """Tables by stage over the cut points between which it lies.
+
+    Attributes:
+        seconds: Forward and backward seconds, with recomputation if it must; inf for what does not fit.
+        bytes: Bytes of a replica; inf for what does not fit.
+        reduced: Seconds of its all-reduce, the same on all stages.
+    """
 
     seconds: Sequence[Floats]
     bytes: Sequence[Floats]
     reduced: Floats
 
     def slowest(self, ends: Ends) -> tuple[float, int]:
-        """Seconds of the slowest stage, and which it is."""
-        own = stage_entries(self.seconds, ends)
-        return max(own), own.index(max(own))
+        """Return the seconds of the slowest stage, and its number."""
+        seconds = stage_entries(self.seconds, ends)
+        return max(seconds), seconds.index(max(seconds))
 
     def fullest(self, ends: Ends) -> float:
-        """Bytes of the fullest device."""
+        """Return the bytes of the fullest device."""
         return max(stage_entries(self.bytes, ends))
 
     def estimate(self, ends: Ends, micro_batches: int) -> float:
-        """Seconds of a step."""
-        own, reduced = stage_entries(self.seconds, ends), stage_entries([self.reduced] * len(ends), ends)
-        return (micro_batches - 1) * max(own) + sum(own) + max(reduced)
+        """Return the estimated seconds of a step."""
+        seconds, reduced = stage_entries(self.seconds, ends), stage_entries([self.reduced] * len(ends), ends)
+        return (micro_batches - 1) * max(seconds) + sum(seconds) + max(reduced)
 
 
 def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: int) -> StageTables:
-    """Of a pipeline of so many stages on so many devices each."""
+    """Return the tables of a pipeline of `depth` stages on `replicas` devices each."""
     work = cost_replicas(space, choice, range(replicas))
     seconds, sizes = list[Floats](), list[Floats]()
     for in_flight in (choice.in_flight(depth - stage) for stage in range(depth)):
@@ -219,8 +238,7 @@ def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: i
 
 
 def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None:
-    """Of the partitions on the way from even memory to even time the one of the least estimate; None where
-    none fits."""
+    """Return the partition with the least estimate between even memory and even time; None if none fits."""
     first, by_time = even_stages(tables.bytes), even_stages(tables.seconds)
     if first is None or by_time is None:
         return None
@@ -229,16 +247,16 @@ def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None
     while queue:
         ends = queue.popleft()
         seconds, slowest = tables.slowest(ends)
-        for other, taker in _moves(ends, slowest):
-            fits = tables.fullest(other) <= most and stage_entries(tables.seconds, other)[taker] <= seconds
-            if other not in partitions and fits and len(partitions) < MOST_PARTITIONS:
-                partitions.add(other)
-                queue.append(other)
-    return min(partitions, key=lambda own: (tables.estimate(own, micro_batches), own))
+        for moved, taker in _moves(ends, slowest):
+            fits = tables.fullest(moved) <= most and stage_entries(tables.seconds, moved)[taker] <= seconds
+            if moved not in partitions and fits and len(partitions) < MOST_PARTITIONS:
+                partitions.add(moved)
+                queue.append(moved)
+    return min(partitions, key=lambda candidate: (tables.estimate(candidate, micro_batches), candidate))
 
 
 def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:
-    """With a layer of the stage on the one before it, or behind it, and which stage that is."""
+    """Yield partitions with a layer of the stage moved to a neighbouring stage, and that stage."""
     begin, end = (0, *ends)[stage], ends[stage]
     if end - begin < 2:
         return

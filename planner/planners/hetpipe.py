@@ -1,8 +1,8 @@
-"""HetPipe: several different pipelines, each of unlike devices, that share parameter servers.
+"""HetPipe: several pipelines of different devices that share parameter servers.
 
 Park et al., "HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters through Integration
 of Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020. A virtual worker is a pipeline of one
-device a stage, with N_m mini-batches under way. How nodes make virtual workers (section 8.1):
+device per stage, with N_m mini-batches in flight. Policies for virtual workers (section 8.1):
 
     NP, node partition             every node is one
     ED, equal distribution         one device of every node each
@@ -43,16 +43,22 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 MOST_PERMUTED = 4
-"""Devices of a virtual worker of which every order is tried."""
+"""Most devices of a virtual worker for which every order is tried."""
 BLOCKS = 60
-"""Blocks of layers between which a search may cut."""
+"""Most blocks of layers between which a search may cut."""
 POLICIES = ("NP", "ED", "HD")
 
 
 @dataclass(frozen=True)
 class VirtualWorker:
-    """The devices of its stages, the number of layers before the end of each, the seconds of the stages, and
-    the bytes of the device that needs most."""
+    """A pipeline of one device per stage.
+
+    Attributes:
+        devices: Devices of its stages.
+        ends: Number of layers up to the end of each stage.
+        stage_seconds: Seconds of the stages.
+        memory_bytes: Bytes of the fullest device.
+    """
 
     devices: tuple[int, ...]
     ends: tuple[int, ...]
@@ -60,14 +66,22 @@ class VirtualWorker:
     memory_bytes: float
 
     def interval(self, concurrent: int) -> float:
-        """Seconds from the end of a mini-batch to that of the next, with so many under way."""
+        """Return the seconds between the ends of two mini-batches, with `concurrent` in flight."""
         return max(*self.stage_seconds, sum(self.stage_seconds) / concurrent)
 
 
 @dataclass(frozen=True)
 class HetPipePlan:
-    """The virtual workers of a policy, with `concurrent` mini-batches of so many samples under way in each.
-    `wave_seconds`: of as many mini-batches in every one of them."""
+    """Virtual workers of a policy.
+
+    Attributes:
+        policy: NP, ED or HD.
+        workers: The virtual workers.
+        mini_batch_size: Samples of a mini-batch.
+        concurrent: Mini-batches in flight in each.
+        wave_seconds: Seconds of `concurrent` mini-batches in every worker.
+        distance: Clock distance in waves.
+    """
 
     policy: str
     workers: tuple[VirtualWorker, ...]
@@ -78,22 +92,22 @@ class HetPipePlan:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all virtual workers."""
+        """Samples per second of all virtual workers."""
         return len(self.workers) * self.concurrent * self.mini_batch_size / self.wave_seconds
 
     @property
     def local_staleness(self) -> int:
-        """Mini-batches of its own pipeline that a gradient misses."""
+        """Mini-batches of its pipeline that a gradient misses."""
         return self.concurrent - 1
 
     @property
     def global_staleness(self) -> int:
-        """Mini-batches that a gradient may miss in all."""
+        """Most mini-batches that a gradient misses in all."""
         return (self.distance + 1) * (self.local_staleness + 1) + self.local_staleness - 1
 
 
 def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPipePlan | str:
-    """The plan of the most samples a second; why there is none."""
+    """Return the plan with the most samples per second, or why there is none."""
     groups = virtual_workers(problem, policy)
     if isinstance(groups, str):
         return groups
@@ -111,7 +125,7 @@ def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPi
 
 
 def virtual_workers(problem: Problem, policy: str) -> list[tuple[int, ...]] | str:
-    """The devices of each virtual worker; why the policy makes none."""
+    """Return the devices of each virtual worker, or why the policy makes none."""
     topology, gpus = problem.topology, problem.gpus
     per_node = min(topology.gpus_per_node, gpus)
     nodes = [tuple(range(first, min(first + per_node, gpus))) for first in range(0, gpus, per_node)]
@@ -151,7 +165,10 @@ def _plan(
 
 
 def exchange_seconds(space: Space, workers: int) -> float:
-    """Of the pushes and pulls of a wave through the port of each node, which has its part of the weights."""
+    """Return the seconds of the pushes and pulls of a wave through the port of each node.
+
+    Each node holds an equal part of the weights.
+    """
     per_node = min(space.topology.gpus_per_node, space.topology.gpus)
     nodes = space.topology.gpus // per_node
     if nodes < 2:
@@ -163,8 +180,12 @@ def exchange_seconds(space: Space, workers: int) -> float:
 
 
 def best_partition(space: Space, ranks: Sequence[int], size: int, concurrent: int) -> VirtualWorker | None:
-    """Of the orders of these devices, the partition whose slowest stage is fastest; None where none fits. Of
-    orders of devices that are alike the first is tried, and of many devices only the given one."""
+    """Return the partition whose slowest stage is fastest over the orders of these devices.
+
+    None if none fits.
+
+    Of equivalent orders the first is tried, and of many devices only the given order.
+    """
     orders = dict[object, tuple[int, ...]]()
     for order in permutations(ranks) if len(ranks) <= MOST_PERMUTED else [tuple(ranks)]:
         alike = [(space.topology.device(rank), rank // space.topology.gpus_per_node) for rank in order]
@@ -188,8 +209,10 @@ def _partition(space: Space, order: tuple[int, ...], size: int, concurrent: int)
 def stage_times(
     space: Space, order: Sequence[int], stage: int, size: int, concurrent: int
 ) -> tuple[Floats, Floats]:
-    """(cut points, cut points): seconds of a stage, computing and receiving, inf where it does not fit; and
-    the bytes that it needs."""
+    """Return (cut points, cut points) seconds of a stage (compute and receive), and its bytes.
+
+    The seconds are inf if the stage does not fit.
+    """
     kind, depth, link = space.topology.device(order[stage]), len(order), space.topology.link
     table, scale = space.kind_table(kind, size), kind.seconds_scale
     seconds = (table.forward + table.backward) * scale

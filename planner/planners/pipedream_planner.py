@@ -55,21 +55,23 @@ if TYPE_CHECKING:
 
 
 SCHEDULES = ("pipedream", "pipedream-2bw", "1f1b", "dapple", "gpipe")
-"""Those whose stages hold what the number of stages behind them says; of several the first is taken."""
+"""Schedules whose memory depends on the number of stages after a stage. Of several the first is used."""
 WORK = 4e9
-"""What the programmes of one plan may compare, a nanosecond or two each."""
+"""Most comparisons of the programmes of one plan, one or two nanoseconds each."""
 LONG = 200
-"""Blocks between the cuts that are left of a long chain."""
+"""Most blocks between the remaining cuts of a long chain."""
 ENTRIES = 30_000_000
-"""Stages times numbers of replicas in the tables of memory: 240 MB."""
+"""Most stages times numbers of replicas in the memory tables: 240 MB."""
 Bools = npt.NDArray[np.bool_]
 
 
 class Recurrence(NamedTuple):
-    """Seconds of a stage on so many components, by the seconds of one of them: at least their part of these;
-    and of the cut before it.
+    """Seconds of a stage on several components, and of the cut before it.
 
-    stage(seconds, weight bytes, components, bandwidth), cut(crossing bytes, components, bandwidth).
+    Attributes:
+        stage: Function of (seconds, weight bytes, components, bandwidth): seconds of one component to those
+            of the stage. They are at least seconds / components.
+        cut: Function of (crossing bytes, components, bandwidth).
     """
 
     stage: Callable[[Floats, Floats, int, float], Floats]
@@ -84,13 +86,15 @@ PUBLISHED = Recurrence(
     lambda seconds, weights, m, bandwidth: (seconds + 4 * (m - 1) * weights / (bandwidth * m)) / m,
     lambda crossing, m, bandwidth: 2 * crossing / (bandwidth * m),
 )
-"""As the authors' code has them."""
+"""Recurrence of the authors' code."""
 
 
 @dataclass(frozen=True)
 class NestedStage:
-    """A stage of one level: cut points `start` to `end` on `replicas` components, in each of them the stages
-    `inner` of the level inside (none on the innermost)."""
+    """A stage of one level: cut points `start` to `end` on `replicas` components.
+
+    `inner` are the stages of the level inside each component (empty on the innermost level).
+    """
 
     start: int
     end: int
@@ -98,21 +102,25 @@ class NestedStage:
     inner: tuple[NestedStage, ...] = ()
 
     def flat(self, copies: int = 1) -> list[tuple[int, int, int]]:
-        """(start, end, devices) of the stages of devices in it, where there are so many copies of it."""
+        """Return (start, end, devices) of its stages of devices, for `copies` copies of it."""
         alone = [] if self.inner else [(self.start, self.end, copies * self.replicas)]
         return sum((part.flat(copies * self.replicas) for part in self.inner), alone)
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """The problem of the dynamic programme, over n + 1 cut points; see `StageTable` for cut points and
-    matrices.
+    """Problem of the dynamic programme over n + 1 cut points, see `StageTable`.
 
-    seconds, weights: (n + 1, n + 1), of one global batch on one device (inf where no stage may be), and bytes
-    whose gradients replicas exchange. crossing: (n + 1,) bytes of a global batch. tiers: from the innermost
-    level. `fits(replicas, behind)`: the stages, (n + 1, n + 1), that so many devices can hold with so many
-    stages behind; more behind never makes a stage fit. None: all. `most_replicas` of a stage of devices;
-    None: any number.
+    Attributes:
+        seconds: (n + 1, n + 1) seconds of one global batch on one device, inf if the stage is not allowed.
+        weights: (n + 1, n + 1) bytes whose gradients replicas exchange.
+        crossing: (n + 1,) bytes of a global batch that cross each cut point.
+        tiers: Levels from the innermost.
+        recurrence: Seconds of stages and cuts.
+        fits: Function of (replicas, stages after): mask of the stages that fit. More stages after never make
+            a stage fit. None for all.
+        most_replicas: Most replicas of a stage of devices. None for any number.
+        use_all: Whether every device must be used.
     """
 
     seconds: Floats
@@ -124,37 +132,44 @@ class Instance:
     most_replicas: int | None = None
     use_all: bool = False
     check: Callable[[], None] = lambda: None
-    """Called now and then; what it raises ends the planning."""
+    """Function that is called now and then, and may raise an error that ends the planning."""
 
     @property
     def last(self) -> int:
-        """The place after the last layer."""
+        """Cut point after the last layer."""
         return len(self.crossing) - 1
 
 
 States = dict[int, Floats]
-"""Seconds by the number of stages behind the one that comes next, counted up to the depth: (n + 1, n + 1), or
-(n + 1,) where all end at one place; inf where there is no plan."""
+"""Seconds by the number of stages from the next one on, counted up to the depth.
+
+Arrays are (n + 1, n + 1), or (n + 1,) if all end at one cut point; inf if there is no plan.
+"""
 
 
 class Solution(NamedTuple):
-    """The shortest bottleneck, and the stages of the outermost level."""
+    """Shortest bottleneck in seconds, and the stages of the outermost level."""
 
     seconds: float
     parts: tuple[NestedStage, ...]
 
     def flat(self) -> list[tuple[int, int, int]]:
-        """(start, end, devices) of the stages of devices, in order."""
+        """Return (start, end, devices) of the stages of devices, in order."""
         return [stage for part in self.parts for stage in part.flat()]
 
 
 class TooMuchWork(Exception):
-    """A programme compares more than it may."""
+    """A programme needs more comparisons than it may do."""
 
 
 class Programme:
-    """The programme that counts the stages behind up to `depth`: that many stand for more, too. It may
-    compare `work` entries of tables."""
+    """Dynamic programme that counts the stages after a stage up to `depth`, which stands for more, too.
+
+    Args:
+        instance: The problem.
+        depth: Largest number of later stages that is told apart.
+        work: Most table entries to compare.
+    """
 
     def __init__(self, instance: Instance, depth: int, work: float = inf) -> None:
         self.at, self.depth, self.work = instance, depth, work
@@ -162,7 +177,7 @@ class Programme:
         self._whole = cache(self._of_copies)
 
     def solution(self) -> Solution | None:
-        """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
+        """Return the shortest bottleneck of the whole chain and its stages; None if no plan fits."""
         tables = Tables(self, len(self.at.tiers) - 1, 1, 0, self.at.last)
         ways = [(float(row[0]), then) for then, row in tables.led(tables.machines).items()]
         seconds, then = min(ways, default=(inf, 0))
@@ -171,11 +186,13 @@ class Programme:
         return Solution(seconds, tuple(tables.trace_behind(tables.machines, then, 0)))
 
     def whole(self, level: int, copies: int, behind: int) -> States:
-        """A of a whole component of the level, of which so many copies stand side by side; of level -1, a
-        device, its seconds."""
+        """Return A of a whole component of the level, with `copies` copies side by side.
+
+        Level -1 is a device with its seconds.
+        """
         self.at.check()
         inside = prod(tier.machines for tier in self.at.tiers[: level + 1])
-        # Where memory is no matter, any number of copies is worth the same table.
+        # Without memory limits, the table is the same for any number of copies.
         same = self.at.fits is None and copies * inside <= self.most
         return self._whole(level, 1 if same else copies, behind)
 
@@ -193,8 +210,15 @@ FirstStages = Callable[[int, int], States]
 
 
 class Tables:
-    """The tables of a level, of which `copies` stand side by side with so many stages behind, filled as they
-    are needed; `column`: for stages up to that place alone."""
+    """Tables of a level, filled when they are needed.
+
+    Args:
+        programme: The programme.
+        level: The level.
+        copies: Copies of it side by side.
+        behind: Stages after it.
+        column: If given, only stages up to that cut point.
+    """
 
     def __init__(
         self, programme: Programme, level: int, copies: int, behind: int, column: int | None = None
@@ -206,24 +230,27 @@ class Tables:
         self._led: list[States] = [{}]
 
     def _stage(self, machines: int, behind: int) -> States:
-        """T: a stage on so many components with so many stages behind it."""
+        """Return T: a stage on `machines` components with `behind` stages after it."""
         inside = self.programme.whole(self.level - 1, self.copies * machines, behind)
         seconds, weights = self.at.recurrence.stage, self.at.weights
-        return {then: seconds(own, weights, machines, self.bandwidth) for then, own in inside.items()}
+        return {
+            then: seconds(inside_seconds, weights, machines, self.bandwidth)
+            for then, inside_seconds in inside.items()
+        }
 
     def _lead(self, machines: int, behind: int) -> States:
-        """The same with the cut before it, which the stage receives."""
+        """Return T with the cut before it, which the stage receives."""
         cut = self.at.recurrence.cut(self.at.crossing, machines, self.bandwidth)[:, None]
         return {then: np.maximum(stage, cut) for then, stage in self.stages(machines, behind).items()}
 
     def led(self, machines: int) -> States:
-        """Stages on so many components, or at most so many, with the cut before the first of them."""
+        """Return stages on (at most) `machines` components, with the cut before the first of them."""
         while len(self._led) <= machines:
             self._led.append(self.best(self.leads, len(self._led)))
         return self._led[machines]
 
     def best(self, firsts: FirstStages, machines: int) -> States:
-        """Of stages on so many components, or at most so many, the first of them one of these."""
+        """Return stages on (at most) `machines` components, the first of them from `firsts`."""
         best: States = {}
         for first in range(1, machines + 1):
             ways = list[tuple[int, Floats]]()
@@ -231,7 +258,10 @@ class Tables:
                 end = slice(None) if self.column is None else self.column
                 ways += [(then, stage[:, end]) for then, stage in firsts(first, self.behind).items()]
             for between, rest in self.led(machines - first).items():
-                ways += [(then, self._join(own, rest)) for then, own in firsts(first, between).items()]
+                ways += [
+                    (then, self._join(first_seconds, rest))
+                    for then, first_seconds in firsts(first, between).items()
+                ]
             for then, seconds in ways:
                 best[then] = np.minimum(seconds, best.get(then, inf))
         useful, least = dict[int, Floats](), np.full(1, inf)
@@ -241,7 +271,7 @@ class Tables:
         return useful
 
     def _join(self, first: Floats, rest: Floats) -> Floats:
-        """Of a stage and what stands behind it, the slower; by the best place between."""
+        """Return the slower of a stage and what follows, at the best cut point between them."""
         self.at.check()
         self.programme.work -= first.size * (1 if rest.ndim == 1 else len(first) / 6)
         if self.programme.work < 0:
@@ -256,7 +286,7 @@ class Tables:
         return joined
 
     def trace_behind(self, machines: int, then: int, start: int) -> list[NestedStage]:
-        """The stages of the value of `led` there, on as few components as have it."""
+        """Return the stages that attain a value of `led`, on the fewest components."""
         value = self.led(machines)[then][start]
         counts = [machines] if self.at.use_all else range(1, machines + 1)
         fewest = next(n for n in counts if then in self.led(n) and self.led(n)[then][start] == value)
@@ -265,7 +295,10 @@ class Tables:
     def _trace(
         self, firsts: FirstStages, machines: int, then: int, start: int, value: float
     ) -> list[NestedStage]:
-        """The stages of the value: one, else with the most components on the first, and its earliest end."""
+        """Return the stages that attain the value.
+
+        A single stage is preferred, else the most components on the first stage, and its earliest end.
+        """
         assert self.column is not None
         for alone_on in range(machines if self.at.use_all else 1, machines + 1):
             alone = firsts(alone_on, self.behind).get(then)
@@ -273,14 +306,16 @@ class Tables:
                 return [self._part(alone_on, self.behind, then, start, self.column)]
         for first in range(machines - 1, 0, -1):
             for between, rest in self.led(machines - first).items():
-                own = firsts(first, between).get(then)
-                for cut in np.flatnonzero(own is not None and np.maximum(own[start], rest) == value).tolist():
+                first_seconds = firsts(first, between).get(then)
+                for cut in np.flatnonzero(
+                    first_seconds is not None and np.maximum(first_seconds[start], rest) == value
+                ).tolist():
                     part = self._part(first, between, then, start, cut)
                     return [part, *self.trace_behind(machines - first, between, cut)]
-        raise AssertionError("a value that no plan has")
+        raise AssertionError("no plan attains the value")
 
     def _part(self, machines: int, behind: int, then: int, start: int, end: int) -> NestedStage:
-        """A stage, with the stages inside it."""
+        """Return a stage with the stages inside it."""
         if not self.level:
             return NestedStage(start, end, machines)
         inside = Tables(self.programme, self.level - 1, self.copies * machines, behind, end)
@@ -292,10 +327,15 @@ class Tables:
 def place_parts(
     parts: Sequence[NestedStage], tiers: Sequence[Tier], bases: Sequence[int] = (0,)
 ) -> list[tuple[int, ...]]:
-    """The ranks of every stage of devices, in order: components are taken in turn.
+    """Return the ranks of every stage of devices, in order. Components are assigned in turn.
 
     A stage of an outer level on several components has its inner stages on each of them: their replicas are
-    those of all copies. `bases`: the first rank of each copy.
+    those of all copies.
+
+    Args:
+        parts: The stages.
+        tiers: Levels from the innermost.
+        bases: First rank of each copy.
     """
     size, first, placed = prod(tier.machines for tier in tiers[:-1]), 0, list[tuple[int, ...]]()
     for part in parts:
@@ -307,7 +347,7 @@ def place_parts(
 
 @dataclass(frozen=True, eq=False)
 class PipeDreamStages:
-    """What stages cost and how much memory they need under a configuration."""
+    """Costs and memory of stages under a configuration."""
 
     full_space: Space
     config: PipelineConfig
@@ -317,8 +357,11 @@ class PipeDreamStages:
 
     @cached_property
     def space(self) -> Space:
-        """With costs past the largest measured size: a replica's share may lie within. Where memory is
-        limited, with no more cuts than there is room for tables, one for each number of replicas."""
+        """The space with costs past the largest measured size, because a replica's share may be within.
+
+        If memory is limited, cuts are thinned so that the tables, one for each number of replicas, stay
+        small.
+        """
         space = replace(self.full_space, past_largest=True)
         if space.limit(range(space.topology.gpus)) == inf:
             return space
@@ -334,8 +377,11 @@ class PipeDreamStages:
         return self.space.table(self.config.micro_batch_size)
 
     def proposal(self, work: float = WORK) -> Proposal | None:
-        """The plan with the shortest bottleneck, which is its estimate; None where none fits. Exact, unless
-        the cut points are too many for `work`: then over half of them, or half of these."""
+        """Return the plan with the shortest bottleneck, which is its estimate; None if none fits.
+
+        It is exact, unless the cut points are too many for `work`. Then half of the cut points are used, and
+        so on.
+        """
         try:
             solution = shortest_bottleneck(self.instance, work)
         except TooMuchWork:
@@ -349,12 +395,12 @@ class PipeDreamStages:
 
     @cached_property
     def instance(self) -> Instance:
-        """What the dynamic programme plans with."""
+        """Problem of the dynamic programme."""
         space, size = self.space, self.config.micro_batch_size
         recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
         firsts = {space.topology.device(rank): rank for rank in reversed(range(space.topology.gpus))}
         groups = [space.replica_group(size, [rank]) for rank in firsts.values()]
-        # A global batch on the slowest kind of device; what recomputes, computes twice.
+        # A global batch on the slowest kind of device. Recomputation runs the forward twice.
         seconds = np.maximum.reduce([(1 + recompute) * group.forward + group.backward for group in groups])
         unlimited = self._limit == inf and self.full_space.fits_someone(size, 1)
         return Instance(
@@ -379,23 +425,25 @@ class PipeDreamStages:
 
     @cached_property
     def _room(self) -> Callable[[int], Floats]:
-        """How many micro-batches each stage may hold on so many devices; negative: none. Where each has a
-        version of the weights, it counts as what the micro-batch holds. All devices count as the kind with
-        the least memory."""
+        """Function from devices to the micro-batches that each stage may hold; negative for none.
+
+        If each micro-batch has a version of the weights, the version counts as bytes of the micro-batch. All
+        devices count as the kind with the least memory.
+        """
 
         @cache
         def room(replicas: int) -> Floats:
             most, mode = np.full(self.table.valid.shape, -1.0), self.config.recompute
             modes: tuple[Recompute, ...] = ("never", "always") if mode == "by_stage" else (mode,)
             if self.full_space.fits_someone(self.config.micro_batch_size, replicas):
-                needs = [partial(self._need, replicas, own) for own in modes]
+                needs = [partial(self._need, replicas, recompute) for recompute in modes]
                 most = np.maximum.reduce([most, *(most_within(self._limit, need) for need in needs)])
             return most
 
         return room
 
     def _need(self, replicas: int, recompute: Recompute, in_flight: float, moment: Moment) -> Floats:
-        """Bytes of every stage on one of its replicas, with so many micro-batches in flight."""
+        """Return the bytes of every stage on one of its replicas, with `in_flight` micro-batches."""
         space, schedule = self.space, find_schedule(self.config.schedule)
         least = min(space.topology.kinds, key=lambda kind: kind.memory_bytes or inf)
         versions = schedule.weight_versions(0, int(in_flight), self.config.micro_batches)
@@ -409,11 +457,10 @@ class PipeDreamStages:
 
 
 def _propose(recurrence: Recurrence, problem: Problem) -> Iterator[Proposal]:
-    """Yield the partition with the shortest bottleneck of every configuration, where one fits, under the
-    requested schedule.
+    """Yield the partition with the shortest bottleneck of every configuration that fits.
 
-    A runtime that runs no replicas, or the same number everywhere, gets one device a stage. In a long chain
-    only some cuts are tried: tables of all its stages would be too large.
+    A runtime without replicas, or with equal replicas only, gets one device per stage. In a long chain only
+    some cuts are tried, because tables of all its stages would be too large.
     """
     space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
     if space.is_long:
@@ -431,7 +478,7 @@ def _propose(recurrence: Recurrence, problem: Problem) -> Iterator[Proposal]:
 
 
 def _within_reach(space: Space) -> Space:
-    """With the devices that the runtime can use: one process has those of one node."""
+    """Return the space with the devices that the runtime can use. One process has those of one node."""
     gpus, of_node = space.topology.gpus, space.topology.gpus_per_node
     if not space.one_process or gpus <= of_node:
         return space
@@ -439,12 +486,12 @@ def _within_reach(space: Space) -> Space:
 
 
 def _one_schedule(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
-    """Of one schedule; where each stage may recompute or not, only so."""
+    """Return the configurations of one schedule; only those by stage, if there are any."""
     names = {config.schedule for config in configs}
     schedule = next((name for name in SCHEDULES if name in names), None)
-    own = [config for config in configs if config.schedule == schedule]
-    by_stage = [config for config in own if config.recompute == "by_stage"]
-    return by_stage or own
+    of_schedule = [config for config in configs if config.schedule == schedule]
+    by_stage = [config for config in of_schedule if config.recompute == "by_stage"]
+    return by_stage or of_schedule
 
 
 PLANNERS = (
@@ -454,17 +501,21 @@ PLANNERS = (
 
 
 def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | None:
-    """The plan with the shortest bottleneck; None where none fits.
+    """Return the plan with the shortest bottleneck; None if none fits.
 
-    Of equal plans one with the fewest components of the outermost level; then with no further cut, or with
-    the most components on the first stage, and its earliest end.
+    Of equal plans it has the fewest components of the outermost level; then no further cut, or the most
+    components on the first stage, and its earliest end.
 
-    Memory depends on the number of stages behind. These are counted only up to a depth (-1: memory is not
-    limited); as no count exceeds the true one, no plan that fits is lost. If the best plan fits, it is the
+    Memory depends on the number of later stages. These are counted only up to a depth (-1: memory is not
+    limited). No count exceeds the true one, so no plan that fits is lost. If the best plan fits, it is the
     best of all; else the depth is raised.
 
+    Args:
+        instance: The problem.
+        work: Most comparisons.
+
     Raises:
-        TooMuchWork: More than `work` would be compared.
+        TooMuchWork: More comparisons would be needed.
     """
     depth, fits = -1, instance.fits
     while True:

@@ -1,4 +1,4 @@
-"""Inputs of the planners with replicated stages: micro-batches to try, and costs of stages on replicas."""
+"""Inputs of planners with replicated stages: micro-batches to try, and costs of stages on replicas."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 SCHEDULES = ("1f1b", "dapple", "gpipe")
-"""Those whose stages hold a number of micro-batches that these planners know, the preferred first."""
+"""Schedules whose micro-batches in flight these planners count, preferred first."""
 MOST_GROUPS = 16
-"""Of devices. Where there are more devices, neighbours stay together."""
+"""Most groups of devices. With more devices, neighbours are grouped."""
 PROMISING = 3
 """Micro-batch sizes that are searched fully, after a quick search of all."""
 
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """Micro-batches of a size under a schedule, and the modes of recomputation that may be used."""
+    """Micro-batches of a size under a schedule, and the allowed recomputation modes."""
 
     schedule: str
     micro_batches: int
@@ -42,11 +42,11 @@ class MicroBatchChoice:
     modes: tuple[Mode, ...]
 
     def in_flight(self, to_last: int) -> int:
-        """Micro-batches in flight on a stage, where so many stages go from it to the last, both counted."""
+        """Return the micro-batches in flight on a stage, by the number of stages from it to the last."""
         return self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, to_last)
 
     def config(self, recomputes: bool) -> PipelineConfig:
-        """For a plan in which some stage recomputes, or none."""
+        """Return the configuration of a plan in which some stage recomputes, or none."""
         modes: tuple[Mode, ...] = ("by_stage", *(("always", "except_last") if recomputes else ("never",)))
         mode = next(mode for mode in (*modes, *self.modes) if mode in self.modes)
         return PipelineConfig(self.schedule, mode, self.micro_batches, self.size)
@@ -60,28 +60,39 @@ class MicroBatchChoice:
         *,
         recomputes: bool = False,
     ) -> Proposal:
-        """Make a proposal of stages that end at these cut points, on devices or on the next so many
-        devices."""
+        """Return a proposal of stages.
+
+        Args:
+            space: Costs and cut points.
+            ends: Cut points where the stages end.
+            devices: Devices of each stage, or their number to take the next ones.
+            seconds: The planner's estimate of the step.
+            recomputes: Whether some stage recomputes.
+        """
         cut_points, ranks = space.table(space.chain.sizes[0]).cut_points, list[tuple[int, ...]]()
-        for own in devices:
+        for stage_devices in devices:
             first = sum(map(len, ranks))
-            ranks.append(tuple(range(first, first + own)) if isinstance(own, int) else own)
+            ranks.append(
+                tuple(range(first, first + stage_devices))
+                if isinstance(stage_devices, int)
+                else stage_devices
+            )
         places = tuple(cut_points[end] for end in ends)
         return Proposal(self.config(recomputes), places, tuple(ranks), seconds)
 
 
 def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchChoice]:
-    """One for every micro-batch size of the configurations, with the first of `SCHEDULES` that they have."""
+    """Return a choice for every micro-batch size, with the first of `SCHEDULES` that is allowed."""
     names = {config.schedule for config in configs}
     schedule = next((name for name in SCHEDULES if name in names), None)
-    own = [config for config in configs if config.schedule == schedule]
-    sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in own)
+    of_schedule = [config for config in configs if config.schedule == schedule]
+    sizes = dict.fromkeys((s.micro_batches, s.micro_batch_size) for s in of_schedule)
     return [
         MicroBatchChoice(
-            schedule=own[0].schedule,
+            schedule=of_schedule[0].schedule,
             micro_batches=count,
             size=size,
-            modes=tuple(dict.fromkeys(s.recompute for s in own if s.micro_batches == count)),
+            modes=tuple(dict.fromkeys(s.recompute for s in of_schedule if s.micro_batches == count)),
         )
         for count, size in sizes
     ]
@@ -89,8 +100,14 @@ def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchCho
 
 @dataclass(frozen=True)
 class CutPlan:
-    """Plan of a search: by stage the cut point it ends at and its devices; the seconds of a step as the
-    planner estimates them, and whether some stage recomputes."""
+    """Plan of a planner's search.
+
+    Attributes:
+        ends: Cut points where the stages end.
+        devices: Devices of the stages.
+        seconds: The planner's estimate of the step.
+        recomputes: Whether some stage recomputes.
+    """
 
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
@@ -99,7 +116,7 @@ class CutPlan:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage, its number of devices."""
+        """By stage, the number of devices."""
         return tuple(map(len, self.devices))
 
 
@@ -109,13 +126,13 @@ def propose_promising(
     quick_blocks: int,
     find: Callable[[Space, MicroBatchChoice, bool], CutPlan | None],
 ) -> Iterator[Proposal]:
-    """Propose the plans of the most promising micro-batch sizes.
+    """Yield the plans of the most promising micro-batch sizes.
 
     Args:
         problem: What is asked.
-        blocks: Blocks of layers between which a search may cut.
+        blocks: Most blocks of layers between which a search may cut.
         quick_blocks: The same for a quick search of all micro-batch sizes.
-        find: Returns the plan for one of them, and takes whether it is to be quick.
+        find: Function that returns the plan for one size, given whether it must be quick.
     """
     space = thin_cuts(problem.space, blocks)
     coarse = thin_cuts(space, quick_blocks)
@@ -131,8 +148,7 @@ def propose_promising(
 
 
 def equal_shapes(problem: Problem) -> Iterator[tuple[MicroBatchChoice, int, int]]:
-    """Yield every choice with the numbers of stages and of replicas of each that together are all devices and
-    share its micro-batches equally."""
+    """Yield every choice with stages and replicas that use all devices and share it equally."""
     for choice in micro_batch_choices(problem.configs):
         for stages, replicas in full_shapes(problem):
             if can_share(problem, choice.size, replicas):
@@ -140,8 +156,11 @@ def equal_shapes(problem: Problem) -> Iterator[tuple[MicroBatchChoice, int, int]
 
 
 def even_stages(tables: Sequence[Floats]) -> Ends | None:
-    """Ends of stages, by stage with a table of what it costs, whose largest cost is least; None where none
-    may be."""
+    """Return the ends of stages whose largest cost is least; None if impossible.
+
+    Args:
+        tables: By stage, its cost between any two cut points.
+    """
     try:
         return tuple(balance_table(tables.__getitem__, len(tables)))
     except InfeasibleError:
@@ -149,28 +168,28 @@ def even_stages(tables: Sequence[Floats]) -> Ends | None:
 
 
 def stage_entries(tables: Sequence[Floats], ends: Ends) -> list[float]:
-    """By stage, the entry of its table."""
+    """Return the entry of each stage in its table."""
     return [float(table[at]) for table, at in zip(tables, pairwise((0, *ends)), strict=True)]
 
 
 def misfit_reason(misfit: str, problem: Problem) -> str:
-    """Why a planner of such micro-batches proposes nothing: the layers, or its schedules, or the `misfit`."""
+    """Return why a planner proposes nothing: too many layers, its schedules, or `misfit`."""
     if problem.space.is_long:
         return "too many layers"
-    return misfit if micro_batch_choices(problem.configs) else f"it knows only {', '.join(SCHEDULES)}"
+    return misfit if micro_batch_choices(problem.configs) else f"it only plans {', '.join(SCHEDULES)}"
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaWork:
-    """Stages on some devices, in tables as of `StageTable`.
+    """Stages on some devices, in tables as those of `StageTable`.
 
     Attributes:
         group: Their costs.
         forward: Forward seconds.
         backward: Backward seconds.
-        crossing: (cut points,): bytes that cross each cut.
+        crossing: (cut points,) bytes that cross each cut point.
         all_reduce: Seconds of an all-reduce of all gradients at once.
-        never: How many micro-batches a stage may hold without recomputation, -inf where that may not be.
+        never: Micro-batches that a stage may hold without recomputation, -inf if not allowed.
         always: The same with recomputation.
     """
 
@@ -183,7 +202,7 @@ class ReplicaWork:
     always: Floats
 
     def work(self, in_flight: int) -> Floats:
-        """Forward and backward seconds with so many micro-batches held, inf for stages that do not fit."""
+        """Return forward and backward seconds with `in_flight` micro-batches; inf if they do not fit."""
         recompute = np.where(
             in_flight <= self.never, 0.0, np.where(in_flight <= self.always, self.forward, np.inf)
         )
@@ -192,7 +211,7 @@ class ReplicaWork:
 
 
 def cost_replicas(space: Space, choice: MicroBatchChoice, ranks: Sequence[int]) -> ReplicaWork:
-    """Cost all stages on these devices, under the modes of recomputation of a choice."""
+    """Return the costs of all stages on these devices, under the recomputation modes of a choice."""
     space.budget.check()
     group = space.replica_group(choice.size, ranks)
     gradients = space.gradients(np.asarray(group.table.stage_bytes.trainable))
@@ -211,8 +230,7 @@ _MODES: tuple[tuple[Recompute, set[Mode]], ...] = (
 
 
 def size_choices(space: Space, sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Of these sizes those that stages may have together: a sequence for each kind of plan that the runtime
-    runs."""
+    """Return the sizes that stages may have together, one sequence per kind of plan of the runtime."""
     rule = "any" if space.runtime is None else space.runtime.replicas
     if rule == "equal":
         return [[size] for size in sizes]
@@ -220,12 +238,11 @@ def size_choices(space: Space, sizes: Sequence[int]) -> list[Sequence[int]]:
 
 
 def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int:
-    """How many neighbouring devices stay together: the fewest that make at most so many groups, each in one
-    node or of whole nodes."""
-    each = 1
-    while gpus // each > most or (gpus_per_node % each and each % gpus_per_node):
-        each += 1
-    return each
+    """Return the fewest devices per group for at most `most` groups, each in a node or of whole nodes."""
+    size = 1
+    while gpus // size > most or (gpus_per_node % size and size % gpus_per_node):
+        size += 1
+    return size
 
 
 def group_choices(space: Space, gpus: int) -> tuple[int, list[Sequence[int]]]:
@@ -236,23 +253,23 @@ def group_choices(space: Space, gpus: int) -> tuple[int, list[Sequence[int]]]:
         that the runtime runs.
     """
     has_replicas = space.runtime is None or space.runtime.replicas != "none"
-    each = group_devices(gpus, min(gpus, space.topology.gpus_per_node)) if has_replicas else 1
-    return each, size_choices(space, range(1, gpus // each + 1))
+    size = group_devices(gpus, min(gpus, space.topology.gpus_per_node)) if has_replicas else 1
+    return size, size_choices(space, range(1, gpus // size + 1))
 
 
 class Tier(NamedTuple):
-    """A level of bandwidth: so many components, joined by links of so many bytes per second."""
+    """A level of bandwidth: number of components, and bytes per second of the links that join them."""
 
     machines: int
     bandwidth: float
 
 
 def list_tiers(topology: Topology) -> tuple[Tier, ...]:
-    """The levels from the innermost.
+    """Return the levels from the innermost.
 
-    A level whose last group has fewer members is planned in the largest groups that all are made of: 12
+    A level whose last group has fewer members is planned in the largest groups into which all divide: 12
     devices in nodes of 8 as three groups of 4, joined as nodes are; 9 as single devices. The links are then
-    as slow as between nodes, or slower than they are.
+    as slow as between nodes, or slower than in reality.
     """
     tiers, inner, whole = list[Tier](), 1, 1
     for level in topology.levels:
@@ -269,14 +286,14 @@ def list_tiers(topology: Topology) -> tuple[Tier, ...]:
 
 
 def thin_cuts(space: Space, blocks: int) -> Space:
-    """The space with at most so many blocks between its cuts, of about the same seconds."""
+    """Return the space with at most `blocks` blocks between its cuts, of about equal seconds."""
     table = space.table(space.chain.sizes[-1])
     if table.blocks <= blocks:
         return space
     layers = table.costs.forward_seconds + table.costs.backward_seconds
-    before = np.append(0.0, np.cumsum(layers))[list(table.cut_points)]
-    targets = np.linspace(0, before[-1], blocks + 1)[1:-1]
-    points = np.unique(np.searchsorted(before, targets).clip(1, table.blocks - 1))
+    running = np.append(0.0, np.cumsum(layers))[list(table.cut_points)]
+    targets = np.linspace(0, running[-1], blocks + 1)[1:-1]
+    points = np.unique(np.searchsorted(running, targets).clip(1, table.blocks - 1))
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)
     cut_after[np.array(table.cut_points)[points] - 1] = True
     cut_after[list(space.limits.must_cut)] = True

@@ -1,18 +1,18 @@
 """Rules of a line or two: one GPU, data parallelism, even layers or blocks, GPipe's balance.
 
-"even" is done by hand and by DeepSpeed's `uniform`.
+"even" is what people do by hand and what DeepSpeed's `uniform` does.
 
 GPipe (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
-2019, section 2): a stage keeps its input and computes forward again in backward. It evens out the stages'
-estimated costs; ours is the exact form of that, the cheapest most expensive stage.
+2019, section 2): a stage keeps its input and recomputes its forward in backward. GPipe evens out the stages'
+estimated costs. Here this is exact: the most expensive stage is as cheap as possible.
 
 Megatron (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 2.2): transformer blocks are recognised by the names of the layers. Every stage has the same
-number of them, the embedding first, the head last. Ranks are ordered with the pipeline outermost
+number of them, with the embedding first and the head last. Ranks are ordered with the pipeline outermost
 (tp-cp-ep-dp-pp), so that the replicas of a stage are neighbours. A forbidden cut is moved to the nearest
 allowed one. Interleaved pipelines have several parts of the layers on each device, which it runs in turn. The
-parts are cut so that the largest has the least work and, where blocks are recognised, also with the same
-number of blocks in each.
+parts are cut so that the largest has the least work and, if blocks are recognised, also with the same number
+of blocks in each.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def _one_gpu(problem: Problem) -> Iterator[Proposal]:
-    """No pipeline and no replicas, on the first device of each kind."""
+    """Yield plans without pipeline and replicas, on the first device of each kind."""
     topology = problem.topology
     first = {topology.device(rank): rank for rank in reversed(range(topology.gpus))}
     for rank in sorted(first.values()):
@@ -69,8 +69,10 @@ def _one_gpu(problem: Problem) -> Iterator[Proposal]:
 
 
 def _data_parallel(problem: Problem) -> Iterator[Proposal]:
-    """One stage with all devices as its replicas, for each micro-batch that they can share; without a runtime
-    also unevenly. None where the runtime has no replicas."""
+    """Yield one stage with all devices as replicas, for each micro-batch that they can share.
+
+    Without a runtime they may share unevenly. Nothing is yielded if the runtime has no replicas.
+    """
     devices, runtime = problem.topology.gpus, problem.runtime
     if runtime is None or runtime.runs_replicas([devices]):
         for config in linear_configs(problem):
@@ -84,19 +86,22 @@ def _data_parallel_refusal(problem: Problem) -> str:
     devices, runtime = problem.topology.gpus, problem.runtime
     if runtime is not None and not runtime.runs_replicas([devices]):
         return f"{runtime.name} has no replicas"
-    which = "asked for" if problem.options.micro_batches is not None else "that the profile reaches"
+    which = "requested" if problem.options.micro_batches is not None else "that were measured"
     return f"{devices} devices cannot share any of the micro-batches {which}"
 
 
 def _even(problem: Problem) -> Iterator[Proposal]:
-    """Layer counts that differ by one at most."""
+    """Return pipelines whose layer counts differ by at most one."""
     return all_pipelines(problem, lambda stages, _: even_ends(problem.space.chain, stages))
 
 
 def even_ends(chain: Chain, stages: int) -> Ends:
-    """Ends of stages with as equal numbers of layers as can be, the first ones having one more.
+    """Return ends of stages with numbers of layers as equal as possible, larger ones first.
 
-    Where that needs a forbidden cut: with the fewest layers in the largest stage. Raises InfeasibleError.
+    If that needs a forbidden cut, the largest stage has the fewest layers.
+
+    Raises:
+        InfeasibleError: The allowed cuts do not make this many stages.
     """
     each, rest = divmod(len(chain), stages)
     ends = tuple(each * stage + min(stage, rest) for stage in range(1, stages + 1))
@@ -104,14 +109,17 @@ def even_ends(chain: Chain, stages: int) -> Ends:
 
 
 def _gpipe(problem: Problem) -> Iterator[Proposal]:
-    """GPipe's schedule on the balanced cuts, a device a stage: the paper has no replicas.
+    """Return GPipe's schedule on the balanced cuts, one device per stage: the paper has no replicas.
 
-    Configurations recompute, wholly where it was left open; they are as they are where none may.
+    All layers are recomputed if the options leave it open. If nothing may recompute, nothing does.
     """
     chain = problem.space.chain
     configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
-    whole = [replace(own, recompute="always") if own.recompute == "by_stage" else own for own in configs]
-    recomputing = [own for own in dict.fromkeys(whole) if own.recompute != "never"]
+    whole = [
+        replace(config, recompute="always") if config.recompute == "by_stage" else config
+        for config in configs
+    ]
+    recomputing = [config for config in dict.fromkeys(whole) if config.recompute != "never"]
 
     def ends(stages: int, size: int) -> Ends:
         costs = chain.at(size, past_largest=True)
@@ -132,23 +140,26 @@ _NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of a chain: `starts`, the first layer of each, and the layer after the last one.
+    """Consecutive blocks of a chain.
 
-    `stem`: what their names begin with, before the number.
+    Attributes:
+        stem: Beginning of their names, before the number.
+        starts: First layer of each, and the layer after the last one.
     """
 
     stem: str
     starts: tuple[int, ...]
 
     def __len__(self) -> int:
+        """Return the number of blocks."""
         return len(self.starts) - 1
 
 
 def repeated_blocks(chain: Chain) -> Blocks | None:
-    """The longest run of blocks numbered one after another, most of which have as many parameters.
+    """Return the longest run of consecutively numbered blocks, most of which have equally many parameters.
 
-    Of runs as long the first; None where the names tell no two. What stands between two blocks belongs to
-    the earlier.
+    Of equally long runs, the first counts. None if the names show no two blocks. Layers between two blocks
+    belong to the earlier one.
     """
     runs = [run for stem, layers in _block_numbers(chain).items() for run in _runs(stem, layers)]
     alike = [run for run in runs if _are_alike(chain, run)]
@@ -156,7 +167,7 @@ def repeated_blocks(chain: Chain) -> Blocks | None:
 
 
 def _block_numbers(chain: Chain) -> dict[str, list[tuple[int, int]]]:
-    """By stem, the block number and the index of every layer that has it, in the order of the chain."""
+    """Return, by stem, the block number and index of every layer that has it, in the order of the chain."""
     numbers = dict[str, list[tuple[int, int]]]()
     for index, name in enumerate(chain.names):
         for match in _NUMBERED.finditer(name):
@@ -165,7 +176,7 @@ def _block_numbers(chain: Chain) -> dict[str, list[tuple[int, int]]]:
 
 
 def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
-    """The runs of two blocks or more whose numbers rise by one."""
+    """Return the runs of two blocks or more whose numbers rise by one."""
     runs = [[layers[0][1]]]
     for (number, index), (following, at) in pairwise([*layers, (-1, 0)]):
         if following == number + 1:
@@ -177,14 +188,14 @@ def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
 
 
 def _are_alike(chain: Chain, blocks: Blocks) -> bool:
-    """Whether more than half of them have the same bytes of parameters, and some."""
+    """Return whether more than half of the blocks have the same bytes of parameters, and not zero."""
     sums = [float(chain.parameter_bytes[first:end].sum()) for first, end in pairwise(blocks.starts)]
     (most_common, number), *_ = Counter(sums).most_common(1)
     return most_common > 0 and 2 * number > len(blocks)
 
 
 def _megatron(problem: Problem) -> Iterator[Proposal]:
-    """Even blocks, with the replicas that use all devices."""
+    """Yield even blocks, with the replicas that use all devices."""
     chain, blocks = problem.space.chain, repeated_blocks(problem.space.chain)
     for stages, replicas in full_shapes(problem) if blocks is not None else ():
         ends = block_ends(chain, blocks, stages)
@@ -202,16 +213,21 @@ def _megatron_refusal(problem: Problem) -> str:
 
 
 def block_ends(chain: Chain, blocks: Blocks | None, stages: int) -> Ends | None:
-    """Ends of stages of as many blocks each; None where there are none or they do not divide."""
+    """Return ends of stages with equal numbers of blocks.
+
+    None if there are no blocks or they do not divide.
+    """
     if blocks is None or len(blocks) % stages or stages > chain.max_stages:
         return None
-    each = len(blocks) // stages
-    return nearest_cuts(chain, (*blocks.starts[each : each * stages : each], len(chain)))
+    per_stage = len(blocks) // stages
+    return nearest_cuts(chain, (*blocks.starts[per_stage : per_stage * stages : per_stage], len(chain)))
 
 
 def _interleaved(problem: Problem) -> Iterator[Proposal]:
-    """Interleaved 1F1B on balanced parts: two or more devices whose number divides the micro-batches, each
-    with 2, 3 or 4 parts."""
+    """Yield interleaved 1F1B on balanced parts.
+
+    There are two or more devices, whose number divides the micro-batches, each with 2, 3 or 4 parts.
+    """
     chain = problem.space.chain
 
     @cache
@@ -238,14 +254,16 @@ def _interleaved_refusal(problem: Problem) -> str:
         return pipeline_refusal(problem) if free else f"the options allow only {allowed}"
     most, counts = problem.space.chain.max_stages, problem.stage_counts
     if counts[-1] < 2 or most < parts:
-        return f"it needs 2 devices and {parts} parts of the layers, and there are {counts[-1]} and {most}"
+        return f"it needs 2 devices and {parts} parts of the layers, but there are {counts[-1]} and {most}"
     micro_batches = abbreviate(sorted({config.micro_batches for config in problem.configs}))
     return f"no number of stages from 2 to {counts[-1]} divides {micro_batches} micro-batches"
 
 
 def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
-    """Those of the problem; where schedule and runtime were left open, those of 1F1B. Each with several parts
-    a device."""
+    """Return the interleaved configurations.
+
+    Those of 1F1B with several parts per device if all is left open.
+    """
     runtime = problem.runtime
     if runtime is not None and not runtime.virtual_stages:
         return []
@@ -261,7 +279,7 @@ def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
 
 @cache
 def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """By part, the device that has it: as the schedule's program says."""
+    """Return the device of each part, as in the schedule's program."""
     pipe = find_schedule("interleaved").program(stages, stages, chunks).pipes[0]
     return tuple((place.device,) for place in pipe)
 

@@ -1,10 +1,9 @@
-"""Dynamic programme of stages on consecutive devices, from the last stage back, for any rule of what they
-cost.
+"""Dynamic programme of stages on consecutive devices, from the last stage back, for any cost rule.
 
-A state is the number of devices that the stages from a cut point on use, and how many of them the first of
-these stages has. Of each state and cut point the programme keeps the least value that a stage in front can be
-added to. Values are sums of terms, each of which a planner's rule combines in its way: by the maximum, the
-sum, or both."""
+A state is the number of devices that the stages from a cut point on use, and the number of the first of these
+stages. For each state and cut point, the programme keeps the least value to which a stage in front can be
+added. Values are sums of terms. Each planner's rule combines the terms by maximum, sum, or both.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ import numpy as np
 from ..stage_table import Floats, Indices
 
 Values = Floats
-"""(terms, numbers of devices, cut points): what the stages from a cut point on take, on so many devices."""
+"""(terms, numbers of devices, cut points) values of the stages from a cut point on, by devices used."""
 
 
 @dataclass(frozen=True)
 class StageRule:
-    """How a planner counts.
+    """Cost rule of a planner.
 
     Attributes:
-        stage: Returns the values with a stage of `size` devices in front, (terms, rests, cut points, cut
-        points),
-            from (size, stages to the last, rests, values): the later stages use each of the numbers `rests`.
-        cut: Returns the values with the transfer before them, from (size, size of the following stage, rests,
-            values); None where transfers are the stages' or do not count.
+        stage: Function of (size, stages to the last, rests, values) that returns the (terms, rests, cut
+            points, cut points) values with a stage of `size` devices in front. The later stages use each of
+            the numbers of devices `rests`.
+        cut: Function of (size, size of the following stage, rests, values) that returns the values with the
+            transfer before them. None if transfers belong to stages or do not count.
         terms: Number of terms.
     """
 
@@ -40,7 +39,7 @@ class StageRule:
 
 
 class StagePlan(NamedTuple):
-    """The value of a plan, and by stage the cut point it ends at and its devices."""
+    """Value of a plan, with the ends (cut points) and devices of its stages."""
 
     value: float
     ends: tuple[int, ...]
@@ -48,9 +47,13 @@ class StagePlan(NamedTuple):
 
 
 class _States(NamedTuple):
-    """Best plans whose first stage has one size: their values; where that stage ends, by the devices of the
-    later ones and the cut point it starts at; the size of the following one, by the same devices and the cut
-    between."""
+    """Best plans whose first stage has one size.
+
+    Attributes:
+        values: Their values.
+        end: Where the first stage ends, by devices of the later stages and the cut point where it starts.
+        following: Size of the next stage, by these devices and the cut point between.
+    """
 
     values: Values
     end: Indices
@@ -66,15 +69,15 @@ def least_plans(
     *,
     use_all: bool = True,
 ) -> Iterator[StagePlan]:
-    """Yield the plan of the least value of each number of stages, where there is one.
+    """Yield the plan of the least value for each number of stages, if there is one.
 
     Args:
-        rule: What stages and transfers take.
+        rule: Costs of stages and transfers.
         sizes: Devices that a stage may have.
         devices: Number of devices.
-        cut_points: Number of cut points, both ends counted.
+        cut_points: Number of cut points, both ends included.
         most_stages: Most stages of a plan.
-        use_all: Whether all devices have to be used.
+        use_all: Whether every device must be used.
     """
     nothing = np.full((rule.terms, devices + 1, cut_points), inf)
     nothing[:, 0, -1] = 0.0
@@ -99,7 +102,7 @@ def least_plans(
 
 
 def _in_front(rule: StageRule, size: int, to_last: int, later: dict[int, _States]) -> _States | None:
-    """Put a stage of a size in front of the best plans; None where nothing can follow it."""
+    """Return the best plans with a stage of `size` devices in front; None if nothing can follow it."""
     ways = []
     for following, states in later.items():
         values = states.values[:, : states.values.shape[1] - size]
@@ -122,7 +125,7 @@ def _reachable(values: Values) -> Indices:
 
 
 def _least(values: Floats) -> tuple[Floats, Indices]:
-    """Return the values with the least sum of terms along the last axis, and where they are."""
+    """Return the values with the least sum of terms along the last axis, and their indices."""
     if len(values) == 1:
         return values.min(axis=-1), values[0].argmin(axis=-1)
     best = values.sum(axis=0).argmin(axis=-1)

@@ -1,10 +1,10 @@
-"""torchgpipe's way to cut a chain: block partitions, of the layers' seconds and of their bytes.
+"""torchgpipe's balance: block partitions of the layers' seconds or bytes.
 
 A block partition evens out stages by one layer at a time. `balance_by_time` takes a layer's forward and
-backward at the size of a micro-batch; `balance_by_size` its parameters, times as many copies as training
-holds (`param_scale`: weight, gradient and the optimizer's states), and the activations that it keeps of a
-micro-batch for its backward. torchgpipe knows no forbidden cuts: where it makes one, it is moved to the
-nearest that is allowed.
+backward at the size of a micro-batch. `balance_by_size` takes its parameters, times the number of copies that
+training holds (`param_scale`: weight, gradient and optimizer states), plus the activations that it keeps of a
+micro-batch for its backward. torchgpipe ignores forbidden cuts; here they are moved to the nearest allowed
+ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 
 def block_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Ends of the stages, as torchgpipe's `blockpartition.solve` finds them for as many layers or more.
+    """Return the ends of the stages, as torchgpipe's `blockpartition.solve` finds them.
 
-    Items move from the largest block towards a smallest one until they differ by the largest item at most. Of
-    several smallest blocks it fills the first. The paper fills the one nearest to the largest block. With the
-    first, blocks can become empty, and torchgpipe may then end with empty or overlapping ones, or never. The
-    paper's choice is taken there.
+    Items move from the largest block towards a smallest one until they differ by at most the largest item. Of
+    several smallest blocks torchgpipe fills the first; its paper fills the one nearest to the largest block.
+    With the first, blocks can become empty, and torchgpipe may end with empty or overlapping blocks, or never
+    end. In that case the paper's choice is used.
+
+    Args:
+        costs: Costs of the layers.
+        stages: Number of stages, at most that of the layers.
     """
     first = _settle(costs, stages, nearest=False)
     return first if min(np.diff(first, prepend=0)) > 0 else _settle(costs, stages, nearest=True)
@@ -43,7 +47,7 @@ def _settle(costs: Sequence[float], blocks: int, *, nearest: bool) -> tuple[int,
     giver = largest = -1
     while True:
         sizes = [sum(items[start:end]) for start, end in pairwise(ends)]
-        if giver == largest:  # the largest block gave an item: there may be another one now
+        if giver == largest:  # it gave an item, so another block may be the largest now
             largest = max(range(blocks), key=lambda block: (sizes[block], block))
         smallest = min(sizes)
         if sizes[largest] <= smallest + 1:
@@ -57,23 +61,28 @@ def _settle(costs: Sequence[float], blocks: int, *, nearest: bool) -> tuple[int,
 
 
 def _propose(by_size: bool, problem: Problem) -> Iterator[Proposal]:
-    """GPipe's schedule on the cuts of the layers' seconds or bytes for micro-batches of a size: a device of
-    one node a stage, as one process runs them, without replicas."""
+    """Return GPipe's schedule on cuts by seconds or bytes, one device of a node per stage, without replicas.
+
+    torchgpipe drives all devices from one process.
+    """
     configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
     copies = parameter_copies(problem.options.optimizer, problem.precision.bytes)
 
     def ends(stages: int, size: int) -> Ends:
         costs = problem.space.chain.at(size, past_largest=True)
         sizes = costs.parameter_bytes * copies + costs.saved_bytes
-        own = sizes if by_size else work_seconds(problem, size)
-        return nearest_cuts(problem.space.chain, block_partition(own.tolist(), stages))
+        layer_costs = sizes if by_size else work_seconds(problem, size)
+        return nearest_cuts(problem.space.chain, block_partition(layer_costs.tolist(), stages))
 
     return linear_pipelines(problem, configs, ends, of_a_node=True)
 
 
 def parameter_copies(optimizer: str, precision: Precision) -> float:
-    """torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam; more with master weights. Raises
-    UsageError."""
+    """Return torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam, more with master weights.
+
+    Raises:
+        UsageError: The optimizer is unknown.
+    """
     states = find_optimizer(optimizer).bytes_per_parameter(precision)
     return 1 + (precision.gradient + states) / precision.weight
 

@@ -233,7 +233,7 @@ REFUSALS = [
     ),
     (
         "--planner interleaved --max-stages 1",
-        "--planner interleaved: it needs 2 devices and 4 parts of the layers, and there are 1 and 6",
+        "--planner interleaved: it needs 2 devices and 4 parts of the layers, but there are 1 and 6",
         "Omit --planner: other plans fit.",
     ),
     (
@@ -394,7 +394,7 @@ UNFIT = [
     (
         3,
         "--planner interleaved --memory 100MiB",
-        "--planner interleaved: it needs 2 devices and 4 parts of the layers, and there are 2 and 3 "
+        "--planner interleaved: it needs 2 devices and 4 parts of the layers, but there are 2 and 3 "
         "Omit --planner. Memory is too small for that, too.",
     ),
     (

@@ -18,4 +18,4 @@ def test_no_memory_is_blamed_where_none_is_known(make_problem: MakeProblem) -> N
         for planner in PLANNERS.values():
             reason = refusal_reason(planner, problem)
             assert "fit" not in reason, (schedule, planner.name)
-            assert "asked for" not in reason, (schedule, planner.name)
+            assert "requested" not in reason, (schedule, planner.name)

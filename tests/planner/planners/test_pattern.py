@@ -71,5 +71,5 @@ def test_a_planner_says_what_is_wrong_with_its_pattern(
     make_named: Callable[..., Chain], make_problem: Callable[..., Problem]
 ) -> None:
     planner = find_planner("deepspeed-type:(a+)+$")
-    with pytest.raises(UsageError, match=r"planner='deepspeed-type:\(a\+\)\+\$': it repeats what repeats"):
+    with pytest.raises(UsageError, match=r"planner='deepspeed-type:\(a\+\)\+\$': it nests repetitions"):
         planner.refusal(make_problem(make_named(["a" * 60, "b"]), 2))
