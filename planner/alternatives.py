@@ -241,7 +241,7 @@ FREE = ("one-gpu", "data-parallel")
 
 
 def score_baselines(problem: Problem, answer: JointSearchResult) -> dict[str, ScoredPlan | str]:
-    """Return one GPU, data parallelism and the best plan of each named planner, or why there is none.
+    """Return one GPU, data parallelism and the best plan of each named planner, or why none exists.
 
     Args:
         problem: What is asked.

@@ -94,7 +94,7 @@ class Assembly:
     hosts: Hosts = "each"
     transfers: str = "overlapped"
     receives_ahead: bool = False
-    """Whether the runtime has buffers for all micro-batches, see `Runtime`."""
+    """True if the runtime has buffers for all micro-batches, see `Runtime`."""
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     host_bandwidth: float | None = None
     """Bytes per second of a device's copies to its host, and as many back, if stages offload."""
@@ -114,7 +114,7 @@ class Assembly:
 
     @cached_property
     def timing_tables(self) -> list[list[tuple[StageTable, float]]]:
-        """By device, for each kind among its replicas, the costs as profiled and the factor on their seconds.
+        """Costs as profiled and the factor on their seconds, by device, for each kind among its replicas.
 
         The slowest kind of a device counts.
         """
@@ -180,7 +180,7 @@ class Assembly:
 
     @property
     def _is_ahead(self) -> bool:
-        """Whether buffers of all micro-batches are added to the stage's bytes.
+        """True if buffers of all micro-batches are added to the stage's bytes.
 
         A backward in two parts, which only PyTorch runs, always counts its buffers elsewhere.
         """
@@ -418,7 +418,7 @@ class Assembly:
     def _all_reduce(self) -> Floats | None:
         """Return (devices, chunks) seconds of the all-reduce after a slot's last backward.
 
-        None if there is none.
+        None if none exists.
         """
         seconds = np.zeros((self.program.devices, self.program.chunks))
         for place, part in self.program.parts_by_slot.items():

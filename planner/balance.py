@@ -125,7 +125,7 @@ def _by_greed(work: list[float], stages: int) -> list[int]:
 
 
 def _greedy(work: list[float], stages: int, limit: float) -> list[int]:
-    """Return ends of stages of at most `limit` each, or nothing if there are none.
+    """Return ends of stages of at most `limit` each, or nothing if none exist.
 
     Each stage is as long as possible while one place is left for every later stage.
     """

@@ -248,7 +248,7 @@ def _check_cuts(problem: Problem, partition: Partition) -> None:
 def _proposals(problem: Problem, partition: Partition) -> list[Proposal]:
     """Return the partition with every configuration that its schedule runs.
 
-    Raises the last UsageError if there is none.
+    Raises the last UsageError if none exists.
     """
     proposals: list[Proposal] = []
     refusal: UsageError | None = None

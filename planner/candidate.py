@@ -153,12 +153,12 @@ class Proposal:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """By stage, its first layer and the layer after its last."""
+        """First layer and the layer after the last, by stage."""
         return list(pairwise((0, *self.ends)))
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage, the number of devices that share it."""
+        """Number of devices by stage."""
         return tuple(len(ranks) for ranks in self.devices)
 
     @property

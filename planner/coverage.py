@@ -204,14 +204,14 @@ def describe_micro_batches(problem: Problem) -> str:
 
 
 def _describe_devices(problem: Problem, *, any_order: bool) -> str:
-    """Describe the devices that the stages take; empty if there is no choice."""
+    """Describe the devices that the stages take; empty without a choice."""
     if any_order and problem.gpus > 1:
         return "any order of the devices"
     return "any devices for each stage" if problem.any_devices else describe_order(problem)
 
 
 def describe_order(problem: Problem) -> str:
-    """Describe the searched orders of the devices; empty if there is no choice."""
+    """Describe the searched orders of the devices; empty without a choice."""
     if problem.gpus == 1:
         return ""
     orders = " or ".join(dict.fromkeys(placement.in_words for placement in problem.placements))

@@ -31,7 +31,7 @@ class CutLimits:
 
     @property
     def are_set(self) -> bool:
-        """Whether there are any."""
+        """True if a cut or a pin is required."""
         return bool(self.must_cut or self.pins)
 
     def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:

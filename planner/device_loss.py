@@ -176,12 +176,14 @@ class _Shapes:
 
     def look(self, solve: Callable[[], ScoredPlan | None] = lambda: None) -> None:
         """Score all plans if there are few, else neighbours of the present plan and of that of `solve`."""
-        configs = [held for held in self.problem.configs if held.schedule == self.present.config.schedule]
+        configs = [
+            config for config in self.problem.configs if config.schedule == self.present.config.schedule
+        ]
         if self._count() * len(configs) <= MOST_SHAPES:
             self.complete = True
             self._score((shape, config) for config in configs for shape in self._every())
             return
-        left = [len(set(held) & set(self.ranks)) for held in self.present.proposal.devices]
+        left = [len(set(stage) & set(self.ranks)) for stage in self.present.proposal.devices]
         starts = list(self._starts(self.present.proposal.ends, left))
         if (best := solve()) is not None and self._allows(best.proposal):
             self.steps[_shape(best)] = best
@@ -273,8 +275,8 @@ class _Shapes:
                     alike.setdefault((config, len(ends)), []).append(proposal)
         for proposals in alike.values():
             for plan in self._score_alike(proposals):
-                known = self.steps.get(_shape(plan))
-                if known is None or plan.step_seconds < known.step_seconds:
+                fastest = self.steps.get(_shape(plan))
+                if fastest is None or plan.step_seconds < fastest.step_seconds:
                     self.steps[_shape(plan)] = plan
 
     @cached_property

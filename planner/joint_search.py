@@ -198,7 +198,7 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
         required: Whether to score one proposal even if the time is over.
 
     Returns:
-        The plan, or why there is none.
+        The plan, or why none exists.
     """
     if problem.budget.over and planner.name not in BASELINES:
         return OUT_OF_TIME
@@ -283,7 +283,7 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
 
     Args:
         problem: What is asked.
-        best: The plan. None if there is none.
+        best: The plan. None if none exists.
         result: The search result.
 
     Raises:

@@ -71,7 +71,7 @@ def propose_other_schedules(
     Args:
         problem: What is asked.
         schedules: Names of the schedules.
-        best: The best plan under 1F1B and GPipe. None if there is none.
+        best: The best plan under 1F1B and GPipe. None if none exists.
     """
     names, chooser = set(schedules), DeviceChooser(problem)
     for config in problem.configs:

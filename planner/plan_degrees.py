@@ -168,5 +168,5 @@ class TransformerTraining(Record):
 
     @property
     def has_experts(self) -> bool:
-        """Whether some blocks have experts."""
+        """True if some blocks have experts."""
         return self.active_parameters < self.parameters

@@ -471,9 +471,9 @@ class DegreeResult(Record):
 
     Attributes:
         tensor_parallel: Number of devices.
-        step_seconds: Step of the best plan found. None if there is none, for this `reason`.
+        step_seconds: Step of the best plan found. None if none exists, for this `reason`.
         lower_bound_seconds: Lower bound on their steps. None if none fits.
-        reason: Why there is no plan.
+        reason: Why no plan exists.
     """
 
     tensor_parallel: DeviceCount
@@ -498,7 +498,7 @@ class ProfileReference(Record):
     device_name: str = ""
     granularity: str = "block"
     estimated: bool = False
-    """Whether its seconds, and so the plan's, are estimated instead of measured."""
+    """True if its seconds, and so the plan's, are estimated instead of measured."""
     device: str = ""
     """cpu, cuda, analytic or unknown, as in the profile. Empty if the plan has no such key."""
     tensor_parallel: DeviceCount = 1
@@ -692,12 +692,12 @@ class Plan(PlanShape, Document):
 
     @property
     def is_fixed_partition(self) -> bool:
-        """Whether the partition is another tool's, so that there are no comparisons."""
+        """True if the partition is another tool's, so that there are no comparisons."""
         return self.searched == FIXED_PARTITION
 
     @property
     def is_replanned(self) -> bool:
-        """Whether the plan was chosen by the weights that it moves."""
+        """True if the plan was chosen by the weights that it moves."""
         return self.searched.startswith(REPLANNED)
 
     @property
@@ -714,7 +714,7 @@ class Plan(PlanShape, Document):
 
     @property
     def problem(self) -> dict[str, str]:
-        """What plans of one problem share: layers, machine, global batch, runtime and states."""
+        """Values that plans of one problem share: layers, machine, global batch, runtime and states."""
         return {
             "profile": self.profile.sha256,
             "machine": self.machine or self.topology,

@@ -610,11 +610,11 @@ def _launches_take_time(assembly: Assembly) -> bool:
     costs, program = assembly.costs(), assembly.program
     free = replace(costs, forward_launch=None, backward_launch=None)
 
-    def seconds(own: Costs) -> float:
+    def seconds(trial: Costs) -> float:
         if not assembly.schedule.synchronous:
             with suppress(UsageError):  # too few micro-batches
-                return steady_state(program, own).seconds_per_micro_batch
-        return float(step_seconds(program, own)[0])
+                return steady_state(program, trial).seconds_per_micro_batch
+        return float(step_seconds(program, trial)[0])
 
     return seconds(free) < seconds(costs) * (1 - WORTH)
 

@@ -51,7 +51,7 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked, and the plans to search.
+    """A planning problem: what is asked, and the plans to search.
 
     Attributes:
         chain: Costs of the layers on the profiled device.
@@ -141,7 +141,7 @@ class Problem:
 
     @property
     def _replicated(self) -> bool:
-        """Whether stages may have replicas."""
+        """True if stages may have replicas."""
         return self.runtime is None or self.runtime.replicas != "none"
 
     @property
@@ -228,7 +228,7 @@ class Problem:
 
     @property
     def makes_orders(self) -> bool:
-        """Whether an order of actions may be synthesized for the plan."""
+        """True if an order of actions may be synthesized for the plan."""
         takes_any = self.runtime is None or self.runtime.any_order
         limited = self.options.recompute in LIMITED_RECOMPUTE
         return self.options.schedule == SYNTHESIZED and takes_any and not limited
@@ -308,7 +308,7 @@ class Problem:
 
     @property
     def any_devices(self) -> bool:
-        """Whether any devices are searched for each stage, instead of orders of the devices only."""
+        """True if any devices are searched for each stage, instead of orders of the devices only."""
         return any(family.placement.name == ANY for family in self.families)
 
     @cached_property
@@ -340,12 +340,12 @@ class Problem:
 
     @property
     def may_be_deeper(self) -> bool:
-        """Whether plans with more stages than are searched are allowed."""
+        """True if plans with more stages than are searched are allowed."""
         return self.options.max_stages is None or self.options.max_stages > self.stage_counts[-1]
 
     @property
     def any_count(self) -> bool:
-        """Whether the bound must hold for every number of replicas, because too many exist to search them."""
+        """True if the bound must hold for every number of replicas, because too many exist to search them."""
         return self.runtime is None and (self.usable_gpus > MOST_DEVICES or self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
@@ -357,7 +357,7 @@ class Problem:
 
     @property
     def every_replica_count(self) -> bool:
-        """Whether no number of replicas was left out."""
+        """True if no number of replicas was left out."""
         complete = len(list_replica_counts(self.usable_gpus)) == self.usable_gpus
         return complete or not self._replicated or not self.families
 

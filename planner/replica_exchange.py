@@ -89,7 +89,7 @@ class ReplicaExchange:
 
     @property
     def is_by_layer(self) -> bool:
-        """Whether forwards and backwards exchange something."""
+        """True if forwards and backwards exchange something."""
         return self.zero >= 2 and len(self.devices) > 1
 
     def at_end(self, trainable: Floats) -> Floats:

@@ -47,7 +47,7 @@ def fastest(
         required: Whether to score at least one proposal even if the time is over, if there is no limit yet.
 
     Returns:
-        The plan; None if there is none.
+        The plan; None if none exists.
     """
     space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
@@ -68,7 +68,7 @@ class _Trial:
 
     bound: float
     tight: bool
-    """Whether the bound is close to the step. Only a limited number of other trials is scored."""
+    """True if the bound is close to the step. Only a limited number of other trials is scored."""
     score: Callable[[float], ScoredPlan | None]
 
 

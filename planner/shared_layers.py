@@ -45,14 +45,14 @@ class DegreeProblem:
 class _DegreeSolution:
     """A problem with its answer."""
 
-    own: DegreeProblem
+    source: DegreeProblem
     answer: JointSearchResult
     result: SearchResult
     """Result of the answer; without a plan, with the bound on all allowed plans."""
 
     @property
     def step_seconds(self) -> float:
-        """Step of the best plan; inf if there is none."""
+        """Step of the best plan; inf if none exists."""
         best = self.answer.best
         return inf if best is None else best.step_seconds
 
@@ -127,7 +127,7 @@ def _plan(
 ) -> Plan:
     """Return the best of the plans, with what holds for all."""
     best = min(solved, key=lambda solution: solution.step_seconds)
-    degree_problem = best.own
+    degree_problem = best.source
     if best.answer.best is None:
         raise no_plan_fits(degree_problem.problem)
     plan = build_plan(
@@ -146,14 +146,14 @@ def _plan(
     ended = [
         text
         for solution in solved
-        for text in list_search_warnings(solution.own.problem, exact=prediction.exact)
+        for text in list_search_warnings(solution.source.problem, exact=prediction.exact)
     ]
     return plan.model_copy(
         update={
             "sharing": sorted(rows, key=lambda row: row.tensor_parallel),
             "prediction": prediction,
             "warnings": list(dict.fromkeys([*plan.warnings, *ended])),
-            "searched": _of_all(solved, lambda solution: describe_search(solution.own.problem)),
+            "searched": _of_all(solved, lambda solution: describe_search(solution.source.problem)),
             "notes": [*plan.notes, *notes],
         }
     )
@@ -172,14 +172,14 @@ def _proof(plan: Plan, solved: Sequence[_DegreeSolution]) -> dict[str, object]:
         "gap": prediction.step_seconds / bound - 1,
         "exact": exact,
         "bound_covers": _of_all(
-            solved, lambda solution: describe_coverage(solution.own.problem, solution.result)
+            solved, lambda solution: describe_coverage(solution.source.problem, solution.result)
         ),
     }
 
 
 def _of_all(solved: Sequence[_DegreeSolution], describe: Callable[[_DegreeSolution], str]) -> str:
     """Return the descriptions of all solutions; equal endings are stated once."""
-    parts = {solution.own.tensor_parallel: describe(solution).split(", ") for solution in solved}
+    parts = {solution.source.tensor_parallel: describe(solution).split(", ") for solution in solved}
     columns = zip(*(words_of_number[::-1] for words_of_number in parts.values()), strict=False)
     same = len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
     ends = next(iter(parts.values()))
@@ -196,7 +196,7 @@ def _of_all(solved: Sequence[_DegreeSolution], describe: Callable[[_DegreeSoluti
 def _row(solved: _DegreeSolution) -> DegreeResult:
     step, bound = solved.step_seconds, solved.result.bound_seconds
     return DegreeResult(
-        tensor_parallel=solved.own.tensor_parallel,
+        tensor_parallel=solved.source.tensor_parallel,
         step_seconds=None if step == inf else step,
         lower_bound_seconds=None if bound == inf else min(bound, step),
         reason="" if step < inf else "no plan fits" if bound == inf else "no plan was found that fits",
@@ -221,7 +221,7 @@ def _with_request(plan: Plan, options: PlanOptions, first: Problem) -> Plan:
 
 def _nothing_fits(solved: Sequence[_DegreeSolution]) -> InfeasibleError:
     """Return the error for the most sharers, which need the least memory each."""
-    last = solved[-1].own
+    last = solved[-1].source
     error = no_plan_fits(last.problem)
     return InfeasibleError(
         f"if {last.tensor_parallel} or fewer devices share every layer: {error.what}",

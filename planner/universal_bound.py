@@ -69,7 +69,7 @@ def universal_bound(
         devices: Ranks that a plan may use. Defaults to all.
 
     Returns:
-        Seconds; inf if there is no plan.
+        Seconds; inf if no plan exists.
     """
     names = tuple(dict.fromkeys(schedules))
     simple = {name: _simple_bound(problem, name, devices) for name in names}
@@ -159,7 +159,7 @@ class PlanSet:
 
     @property
     def recompute(self) -> bool:
-        """Whether every stage recomputes."""
+        """True if every stage recomputes."""
         return self.modes == "always"
 
     @property
@@ -169,7 +169,7 @@ class PlanSet:
 
     @property
     def splits(self) -> bool:
-        """Whether a backward may have two parts."""
+        """True if a backward may have two parts."""
         return self.schedule not in STRAIGHT | {"naive"}
 
     @property
@@ -179,7 +179,7 @@ class PlanSet:
 
     @cached_property
     def layers(self) -> list[tuple[Floats, Floats, Floats]]:
-        """By number of replicas, the (layers,) figures f, b and w."""
+        """(layers,) figures f, b and w by number of replicas."""
         return [self._layers(divide_batch(self.config.micro_batch_size, count)) for count in self.counts]
 
     def _layers(self, batch: int) -> tuple[Floats, Floats, Floats]:
@@ -259,6 +259,6 @@ def _input_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
 
 
 def _largest_share(least: Floats, seconds: Floats) -> float:
-    """Return the largest share of the least work in a device's seconds; 1 if there is no work."""
+    """Return the largest share of the least work in a device's seconds; 1 without work."""
     positive = seconds > 0
     return float((least[positive] / seconds[positive]).max(initial=0.0)) or 1.0

@@ -170,7 +170,7 @@ NOT_BOUNDS: dict[str, str] = {
     "coverage.py:describe_coverage": "says in words what a bound is about",
     "build_plan.py:plan_partition": "a partition that was given: its bound is its own step",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
-    "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",
+    "search/least_exchange.py:LeastExchanges.exposed_seconds": "seconds that bounds are made of",
     "problem_grid.py:make_row": "figures of a plan, copied",
     "shared_layers.py:_row": "figures of an answer, copied",
     "build_plan.py:build_plan": "warns of an answer that is not proven",

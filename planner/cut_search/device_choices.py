@@ -47,7 +47,7 @@ class DeviceChooser:
 
     @property
     def is_single(self) -> bool:
-        """Whether devices are taken in rank order, so that there is one choice."""
+        """True if devices are taken in rank order, so that there is one choice."""
         return self.problem.runtime is not None or len(self.topology.kinds) == 1
 
     def choices(self, counts: Sequence[int]) -> DeviceChoices:

@@ -53,7 +53,7 @@ class PipelineShape:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the pipeline is asynchronous."""
+        """True if the pipeline is asynchronous."""
         return not find_schedule(self.config.schedule).synchronous
 
     def proposal(self, cut_points: Sequence[int], cuts: Sequence[int]) -> Proposal:
@@ -143,7 +143,7 @@ def make_part_tables(
             "forward_launch": table.forward_launch,
             "backward": figures_by_kind[key]["backward"] + recomputes * figures_by_kind[key]["forward"],
             "backward_launch": table.backward_launch + recomputes * table.forward_launch,
-            "exposed": exchanges.after(len(holders), size, hides=len(holders) == len(ranks)),
+            "exposed": exchanges.exposed_seconds(len(holders), size, hides=len(holders) == len(ranks)),
         }
         if shape.is_endless:  # the whole exchange: nothing hides it
             reduced = space.gradients(np.asarray(table.stage_bytes.trainable, dtype=np.float64))

@@ -163,7 +163,7 @@ class _ScheduleSearch:
 
     @cached_property
     def _lists_every_choice(self) -> bool:
-        """Whether every choice of devices for every pipeline is a shape."""
+        """True if every choice of devices for every pipeline is a shape."""
         if self.devices.is_single:
             return is_uniform(self.problem.topology)
         number = 0

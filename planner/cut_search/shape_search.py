@@ -101,7 +101,7 @@ class ShapeSearch:
 
     @property
     def step(self) -> float:
-        """Seconds of the best plan so far; inf if there is none."""
+        """Seconds of the best plan so far; inf if none exists."""
         return inf if self.best is None else self.best.step_seconds
 
     @cached_property

@@ -44,10 +44,10 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
     stage_plan, options = None if answer.by_stage is None else answer.by_stage.plan, answer.options
     builder = _Builder(topology, context_bytes)
     if stage_plan is None:
-        best, *others = answer.plans
+        best, *alternatives = answer.plans
         shape, stages, estimate = _shape(best), builder.equal_stages(best), best.estimate
     else:
-        others, estimate = list(answer.plans), stage_plan.estimate
+        alternatives, estimate = list(answer.plans), stage_plan.estimate
         shape = _shape_by_stage(stage_plan, options.predictors, len(answer.shape.names.ends))
         stages = builder.own_stages(stage_plan, shape.balance)
     step = estimate.step_seconds
@@ -95,7 +95,7 @@ def build_degree_plan(answer: DegreeAnswer, topology: Topology, context_bytes: f
             mfu=flops / (limits.stated_flops or limits.flops),
         ),
         baselines=[_baseline(degrees_) for degrees_ in answer.baselines],
-        alternatives=[builder.alternative(degrees_) for degrees_ in others],
+        alternatives=[builder.alternative(degrees_) for degrees_ in alternatives],
         training=training,
         options=PlanOptions(
             mini_batch=options.mini_batch,
@@ -200,15 +200,15 @@ class _Builder:
         """Build the stages of a plan with degrees by stage."""
         figures = zip(plan.stages, plan.estimate.stages, (*plan.transfers, None), strict=True)
         stages = []
-        for bounds, (own, estimate, transfer) in zip(_spans(balance), figures, strict=True):
-            devices = own.devices
+        for bounds, (planned, estimate, transfer) in zip(_spans(balance), figures, strict=True):
+            devices = planned.devices
             seconds = PassSeconds(estimate.forward_seconds, estimate.backward_seconds)
             ranks = range(devices.first, devices.first + devices.size)
             stage = self._stage(
-                bounds, devices.degrees.data, ranks, seconds, estimate, transfer, own.recompute.kind
+                bounds, devices.degrees.data, ranks, seconds, estimate, transfer, planned.recompute.kind
             )
             shared = {key: value for key, value in vars(devices.degrees).items() if key != "pipeline"}
-            word = block_recompute(own.recompute.kind, own.recompute.blocks)
+            word = block_recompute(planned.recompute.kind, planned.recompute.blocks)
             stages.append(stage.model_copy(update={"degrees": StageDegrees(**shared, recompute=word)}))
         return stages
 

@@ -61,7 +61,7 @@ class DegreePlan(Combination):
 
 @dataclass(frozen=True)
 class DegreeBaseline:
-    """Plan of a baseline rule, or the `reason` why there is none."""
+    """Plan of a baseline rule, or the `reason` why none exists."""
 
     name: str
     plan: DegreePlan | None

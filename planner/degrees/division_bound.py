@@ -91,12 +91,12 @@ def _stage_costs(
 
 
 def _fitting_runs(
-    layers: LayerTable, stage: int, own: RunCosts, runs: BlockRuns, memory_bytes: float
+    layers: LayerTable, stage: int, stage_costs: RunCosts, runs: BlockRuns, memory_bytes: float
 ) -> npt.NDArray[np.bool_]:
     """Return a mask of the runs that fit into the memory of the stage and have enough blocks."""
     setting, stages = layers.setting, layers.degrees.pipeline
     alive = one_f_one_b_in_flight(stage, stages, setting.micro_batches)
-    fits = own.fixed + own.saved * alive <= memory_bytes
+    fits = stage_costs.fixed + stage_costs.saved * alive <= memory_bytes
     if stage not in setting.block_slots(stages):
         return np.asarray(fits & (runs.lengths == 0))
     return np.asarray(fits & (runs.lengths >= layers.fewest_blocks[stage]))

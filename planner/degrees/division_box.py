@@ -42,7 +42,7 @@ class DivisionBox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no division."""
+        """True if no division exists."""
         return bool((self.low > self.high).any() or (self.device_low > self.device_high).any())
 
     @property

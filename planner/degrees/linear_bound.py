@@ -79,13 +79,13 @@ class DivisionProgramme:
         self._most = setting.recomputed(all_blocks) if setting.recomputed(all_blocks) < all_blocks else 0
         self._limits_again = self._most > 0 and not any_again
         modes = (True, False) if self._most else (bool(setting.recomputed(all_blocks)),)
-        self._rows = [(kind, own) for own in modes for kind in self._kinds]
-        self._seconds = np.array([layers.block_seconds(kind, again=own) for kind, own in self._rows])
+        self._rows = [(kind, mode) for mode in modes for kind in self._kinds]
+        self._seconds = np.array([layers.block_seconds(kind, again=mode) for kind, mode in self._rows])
         parts = [[(0, PassSeconds(0.0, 0.0)), *layers.fixed_parts(slot)] for slot in range(slots)]
-        self._fixed = np.array([[sum(n * own[way] for n, own in each) for each in parts] for way in (0, 1)])
+        self._fixed = np.array([[sum(n * part[i] for n, part in slot) for slot in parts] for i in (0, 1)])
         self._transfers = np.array([layers.transfer_seconds(slot) for slot in range(slots - 1)])
         self._before = np.cumsum(
-            [[0, *(own is kind for own in layers.shape.routed)] for kind in self._kinds], 1
+            [[0, *(block is kind for block in layers.shape.routed)] for kind in self._kinds], 1
         )
         self._keys: set[bytes] = set()
         self._amounts = len(self._rows) * slots
@@ -96,7 +96,7 @@ class DivisionProgramme:
         groups = self._group_masks()
         self._groups = len(groups)
         self._add_rows(groups, 0.0, np.inf)
-        kinds = np.array([[own == kind for own, _ in self._rows] for kind in self._kinds])
+        kinds = np.array([[row == kind for row, _ in self._rows] for kind in self._kinds])
         self._add_rows(np.repeat(kinds, slots, axis=1), self._before[:, -1], self._before[:, -1])
         needs, rooms = self._memory(memory_bytes)
         self._add_rows(-needs, -rooms, np.inf)
@@ -166,7 +166,7 @@ class DivisionProgramme:
         layers, stages = self.layers, self.layers.degrees.pipeline
         virtual = layers.setting.virtual_stages
         program = pipeline_program(stages, layers.setting.micro_batches, virtual)
-        costs = pipeline_costs([PassSeconds(*own) for own in seconds.T], self._transfers.tolist(), virtual)
+        costs = pipeline_costs([PassSeconds(*slot) for slot in seconds.T], self._transfers.tolist(), virtual)
         timeline = simulate(program, costs)
         counts = count_critical_path(program, timeline.run, np.zeros(layers.slots))
         # Reorder from the virtual stages of each device to the order in which a micro-batch meets them.
@@ -204,7 +204,7 @@ class DivisionProgramme:
     ) -> None:
         """Add rows `low <= amounts @ x + pipeline * P + update * U <= high`."""
         rows = np.column_stack([amounts, np.tile([pipeline, update], (len(amounts), 1))])
-        low, high = (np.broadcast_to(np.asarray(own, float), len(rows)) for own in (low, high))
+        low, high = (np.broadcast_to(np.asarray(limit, float), len(rows)) for limit in (low, high))
         self.matrix = np.concatenate([self.matrix, rows])
         self._low, self._high = np.append(self._low, low), np.append(self._high, high)
         places, columns = np.nonzero(rows)
@@ -218,13 +218,17 @@ class DivisionProgramme:
         recomputed or other blocks.
         """
         rows, slots, stages = len(self._rows), self.layers.slots, self.layers.degrees.pipeline
-        every = np.eye(slots, dtype=bool)
+        identity = np.eye(slots, dtype=bool)
         devices = np.arange(slots) % stages == np.arange(stages)[:, None]
-        masks = [np.tile(every, rows), np.tile(devices, rows)]
+        masks = [np.tile(identity, rows), np.tile(devices, rows)]
         if len(self._kinds) > 1:
-            masks += [np.hstack([every * (own == kind) for own, _ in self._rows]) for kind in self._kinds]
+            masks += [
+                np.hstack([identity * (row_of == kind) for row_of, _ in self._rows]) for kind in self._kinds
+            ]
         if self._limits_again:
-            masks += [np.hstack([every * (own == again) for _, own in self._rows]) for again in (True, False)]
+            masks += [
+                np.hstack([identity * (row_of == mode) for _, row_of in self._rows]) for mode in (True, False)
+            ]
         return np.concatenate(masks).astype(np.float64)
 
     def _group_limits(self, box: DivisionBox) -> tuple[Array, Array]:
@@ -233,9 +237,12 @@ class DivisionProgramme:
         if len(self._kinds) > 1:
             first, last = box.places()
             inner = np.maximum(first[1:], last[:-1])
-            fewest = [np.maximum(own[inner] - own[last[:-1]], 0) for own in self._before]
-            most = [np.minimum(own[last[1:]] - own[first[:-1]], box.high) for own in self._before]
-            low += [np.maximum(own, box.low - other) for own, other in zip(fewest, most[::-1], strict=True)]
+            fewest = [np.maximum(running[inner] - running[last[:-1]], 0) for running in self._before]
+            most = [np.minimum(running[last[1:]] - running[first[:-1]], box.high) for running in self._before]
+            low += [
+                np.maximum(running, box.low - other)
+                for running, other in zip(fewest, most[::-1], strict=True)
+            ]
             high += most
         if self._limits_again:
             low += [np.minimum(box.low, self._most), (box.low - self._most).clip(0)]
@@ -250,7 +257,7 @@ class DivisionProgramme:
         layers, stages = self.layers, self.layers.degrees.pipeline
         line, routed = layers.update_lines[0], layers.routed_update_slope
         blocks = [layers.block_parameters[kind] for kind, _ in self._rows]
-        adds = np.array([line.slope * own.dense + routed * own.routed for own in blocks])
+        adds = np.array([line.slope * parameters.dense + routed * parameters.routed for parameters in blocks])
         slopes, least = [np.zeros((len(self._rows), layers.slots))], [layers.least_update_seconds]
         for device in range(stages):
             slots = range(device, layers.slots, stages)
@@ -268,7 +275,7 @@ class DivisionProgramme:
             peaks, room = layers.peak_room(device, memory_bytes)
             for peak in peaks:
                 need = np.zeros((len(self._rows), layers.slots))
-                parts = (layers.block_bytes(kind, again=again) for kind, again in self._rows)
+                parts = (layers.block_bytes(kind, again=mode) for kind, mode in self._rows)
                 need[:, device::stages] = [states + saved * peak for states, saved in parts]
                 needs.append(need.ravel() / _GIGABYTE)
                 rooms.append(room / _GIGABYTE)

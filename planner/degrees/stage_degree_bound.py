@@ -88,7 +88,13 @@ def _is_even(first: int, count: int, size: int) -> bool:
 
 
 def stage_bound(
-    forward: Any, backward: Any, enter: Any, leave: Any, behind: Any, after: int, micro_batches: int
+    forward: Any,
+    backward: Any,
+    enter: Any,
+    leave: Any,
+    later_seconds: Any,
+    later_stages: int,
+    micro_batches: int,
 ) -> Any:
     """Return the bound of a pipeline by one of its stages, without the earlier stages.
 
@@ -99,14 +105,14 @@ def stage_bound(
         backward: Backward seconds b.
         enter: Seconds e over the cut before it.
         leave: Seconds l over the cut after it.
-        behind: Seconds D of the stages after it.
-        after: Number k of stages after it.
+        later_seconds: Seconds D of the stages after it.
+        later_stages: Number k of stages after it.
         micro_batches: Number m of micro-batches.
     """
-    ahead = min(after, micro_batches - 1)
-    first = forward + behind - (ahead + 1) * (forward + leave)
-    last = behind - leave - ahead * (backward + enter)
-    if micro_batches >= after + 2:
+    ahead = min(later_stages, micro_batches - 1)
+    first = forward + later_seconds - (ahead + 1) * (forward + leave)
+    last = later_seconds - leave - ahead * (backward + enter)
+    if micro_batches >= later_stages + 2:
         idle = np.maximum(first, 0.0) + np.maximum(last, 0.0)
     else:
         idle = np.maximum(np.maximum(first, last), 0.0)
@@ -160,11 +166,13 @@ class _StageArrays:
     All have the same number of devices, and the same number of stages after them.
     """
 
-    def __init__(self, tables: Sequence[StageDegreeTable], runs: BlockRuns, role: int, after: int) -> None:
+    def __init__(
+        self, tables: Sequence[StageDegreeTable], runs: BlockRuns, role: int, later_stages: int
+    ) -> None:
         number = {FIRST: runs.number[:1], MIDDLE: runs.number, LAST: runs.number[:, -1:]}[role]
         columns = (
             [table.forward[role] for table in tables],
-            [table.backward[role, after] for table in tables],
+            [table.backward[role, later_stages] for table in tables],
             [table.update[role] for table in tables],
         )
         # A run number of -1 selects the padding: no stage.
@@ -199,20 +207,22 @@ class PipelineBounds:
         self.least_step: list[dict[DeviceSlot, Array]] = []
         self.roots: dict[int, float] = {}
         rest: dict[DeviceSlot, tuple[Array, Array]] = {}
-        for after in range(most_stages):
-            self._add_exits(after, rest)
-            if after:
-                self.roots[after + 1] = self._root(after)
-            rest = self._stages(after, LAST if after == 0 else MIDDLE)
+        for later_stages in range(most_stages):
+            self._add_exits(later_stages, rest)
+            if later_stages:
+                self.roots[later_stages + 1] = self._root(later_stages)
+            rest = self._stages(later_stages, LAST if later_stages == 0 else MIDDLE)
 
-    def _add_exits(self, after: int, rest: dict[DeviceSlot, tuple[Array, Array]]) -> None:
-        """Add the entries for slots with `after` stages after them, from those with one less."""
+    def _add_exits(self, later_stages: int, rest: dict[DeviceSlot, tuple[Array, Array]]) -> None:
+        """Add the entries for slots with `later_stages` stages after them, from those with one less."""
         least_behind, step = dict[DeviceSlot, Array](), dict[DeviceSlot, Array]()
         for slot in self.slots:
-            if after == 0 and slot.end == self.tables.topology.gpus:
+            if later_stages == 0 and slot.end == self.tables.topology.gpus:
                 least_behind[slot], step[slot] = self._end, self._end
             following = (
-                [next_slot for next_slot in self.by_first[slot.end] if next_slot in rest] if after else []
+                [next_slot for next_slot in self.by_first[slot.end] if next_slot in rest]
+                if later_stages
+                else []
             )
             if following:
                 cuts = [2 * self.tables.cut_seconds(slot, next_slot) for next_slot in following]
@@ -226,40 +236,46 @@ class PipelineBounds:
         self.least_behind.append(least_behind)
         self.least_step.append(step)
 
-    def _stages(self, after: int, role: int) -> dict[DeviceSlot, tuple[Array, Array]]:
+    def _stages(self, later_stages: int, role: int) -> dict[DeviceSlot, tuple[Array, Array]]:
         """Return, by slot, the least seconds of a micro-batch and of a step from it on, by first block."""
         rest: dict[DeviceSlot, tuple[Array, Array]] = {}
         arrays: dict[int, _StageArrays] = {}
-        for slot in self.least_behind[after]:
+        for slot in self.least_behind[later_stages]:
             if slot.size not in arrays:
                 arrays[slot.size] = _StageArrays(
-                    self.tables.by_count[slot.size], self.tables.runs, role, after
+                    self.tables.by_count[slot.size], self.tables.runs, role, later_stages
                 )
-            both, step = self._slot_seconds(slot, arrays[slot.size], after)
+            both, step = self._slot_seconds(slot, arrays[slot.size], later_stages)
             if np.isfinite(step).any():
                 rest[slot] = both, step
         return rest
 
-    def _slot_seconds(self, slot: DeviceSlot, stage: _StageArrays, after: int) -> tuple[Array, Array]:
-        least_behind, step = self.least_behind[after][slot], self.least_step[after][slot]
+    def _slot_seconds(self, slot: DeviceSlot, stage: _StageArrays, later_stages: int) -> tuple[Array, Array]:
+        least_behind, step = self.least_behind[later_stages][slot], self.least_step[later_stages][slot]
         if stage.forward.shape[2] == 1:
             least_behind, step = least_behind[-1:], step[-1:]
         enter, leave = self.tables.enter_seconds(slot), self.tables.leave_seconds(slot)
         both = stage.forward + stage.backward
         with np.errstate(invalid="ignore"):
             alone = stage.update + stage_bound(
-                stage.forward, stage.backward, enter, leave, least_behind, after, self.tables.micro_batches
+                stage.forward,
+                stage.backward,
+                enter,
+                leave,
+                least_behind,
+                later_stages,
+                self.tables.micro_batches,
             )
         long = ~(alone < self.most_seconds)
         together = np.where(long, np.inf, both + least_behind).min(axis=(0, 2))
         latest = np.where(long, np.inf, np.maximum(alone, both + step)).min(axis=(0, 2))
         return together, latest
 
-    def _root(self, after: int) -> float:
-        """Return the bound of pipelines with `after` + 1 stages."""
+    def _root(self, later_stages: int) -> float:
+        """Return the bound of pipelines with `later_stages` + 1 stages."""
         least = float("inf")
         for slot in self.by_first[0]:
-            if slot in self.least_behind[after]:
-                stage = _StageArrays(self.tables.by_count[slot.size], self.tables.runs, FIRST, after)
-                least = min(least, float(self._slot_seconds(slot, stage, after)[1].min()))
+            if slot in self.least_behind[later_stages]:
+                stage = _StageArrays(self.tables.by_count[slot.size], self.tables.runs, FIRST, later_stages)
+                least = min(least, float(self._slot_seconds(slot, stage, later_stages)[1].min()))
         return least if least < self.most_seconds else float("inf")

@@ -248,11 +248,11 @@ class _Search:
     def _follow(self, bounds: PipelineBounds, count: int, width: int) -> float:
         """Follow partial pipelines, and return the least bound of those left out."""
         beginnings, left = [_Beginning(0.0, ())], float("inf")
-        for after in range(count - 1, -1, -1):
+        for later_stages in range(count - 1, -1, -1):
             longer = [
                 beginning
                 for shorter in beginnings
-                for beginning in self._longer(bounds, shorter, after, width + 1)
+                for beginning in self._longer(bounds, shorter, later_stages, width + 1)
             ]
             longer.sort(key=attrgetter("bound"))
             left = min([left, *(beginning.bound for beginning in longer[width : width + 1])])
@@ -272,9 +272,9 @@ class _Search:
             self.best_seconds, self.best = step, (tables, beginning.stages)
 
     def _longer(
-        self, bounds: PipelineBounds, beginning: _Beginning, after: int, most: int
+        self, bounds: PipelineBounds, beginning: _Beginning, later_stages: int, most: int
     ) -> Iterator[_Beginning]:
-        """Yield a partial pipeline with one more stage, which `after` stages follow.
+        """Yield a partial pipeline with one more stage, which `later_stages` stages follow.
 
         At most `most` are yielded, those with the least bounds.
         """
@@ -283,9 +283,9 @@ class _Search:
         if beginning.stages:
             start, rank = beginning.stages[-1].blocks.stop, beginning.stages[-1].slot.end
         rows = [
-            self._bounds_with(bounds, beginning, slot, table, start, after)
+            self._bounds_with(bounds, beginning, slot, table, start, later_stages)
             for slot in bounds.by_first[rank]
-            if slot in bounds.least_behind[after]
+            if slot in bounds.least_behind[later_stages]
             for table in bounds.tables.by_count[slot.size]
         ]
         if not rows:
@@ -305,29 +305,35 @@ class _Search:
         slot: DeviceSlot,
         table: StageDegreeTable,
         start: int,
-        after: int,
+        later_stages: int,
     ) -> _NextStage:
         """Return the bounds of a partial pipeline with one more stage, by where it ends."""
-        role = FIRST if not beginning.stages else LAST if after == 0 else MIDDLE
+        role = FIRST if not beginning.stages else LAST if later_stages == 0 else MIDDLE
         tables = bounds.tables
         before = enter = 0.0
         if beginning.stages:
             last = beginning.stages[-1]
             enter = self._cut(tables, last.devices, StageDevices(table.degrees, slot.first))
             before = last.before + last.seconds.both + 2 * enter
-        new = _NextStage(slot, table, role, after, start, before, enter)
-        behind, step = bounds.least_behind[after][slot], bounds.least_step[after][slot]
-        micro_batches, count = tables.micro_batches, after + len(beginning.stages) + 1
+        new = _NextStage(slot, table, role, later_stages, start, before, enter)
+        later_seconds, step = bounds.least_behind[later_stages][slot], bounds.least_step[later_stages][slot]
+        micro_batches, count = tables.micro_batches, later_stages + len(beginning.stages) + 1
         both = new.forward + new.backward
         with np.errstate(invalid="ignore"):
             alone = stage_bound(
-                new.forward, new.backward, enter, tables.leave_seconds(slot), behind, after, micro_batches
+                new.forward,
+                new.backward,
+                enter,
+                tables.leave_seconds(slot),
+                later_seconds,
+                later_stages,
+                micro_batches,
             )
             pipeline = before + alone
             latest = np.maximum(pipeline + new.update, before + both + step)
             leaves = [*(stage.enter for stage in beginning.stages[1:]), enter]
             for place, (stage, leave) in enumerate(zip(beginning.stages, leaves, strict=False)):
-                rest = before - stage.before - stage.seconds.both + both + behind
+                rest = before - stage.before - stage.seconds.both + both + later_seconds
                 seconds = stage_bound(
                     *stage.seconds, stage.enter, leave, rest, count - place - 1, micro_batches
                 )
@@ -345,7 +351,7 @@ class _Search:
         return self._cuts[key]
 
     def plan(self, costs: RankCosts) -> StagePlan | None:
-        """Return the best pipeline as a plan with its costs; None if there is none."""
+        """Return the best pipeline as a plan with its costs; None if none exists."""
         if self.best is None:
             return None
         tables, stages = self.best
@@ -376,7 +382,7 @@ class _NextStage:
         slot: DeviceSlot,
         table: StageDegreeTable,
         role: int,
-        after: int,
+        later_stages: int,
         start: int,
         before: float,
         enter: float,
@@ -387,7 +393,7 @@ class _NextStage:
             number = np.where(np.arange(len(number)) == len(number) - 1, number, -1)
         self.forward, self.backward, self.update = (
             np.where(number < 0, np.inf, figures[number])
-            for figures in (table.forward[role], table.backward[role, after], table.update[role])
+            for figures in (table.forward[role], table.backward[role, later_stages], table.update[role])
         )
         self.bounds = np.full(len(number), np.inf)
 

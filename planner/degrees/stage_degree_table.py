@@ -31,7 +31,7 @@ class BlockRuns:
     """Runs of consecutive blocks. Those with the same kinds in the same order count as one.
 
     `number` (blocks + 1, blocks + 1): by first block and the block after the last, the index in `runs` of a
-    run with its kinds; -1 if there is none. `ends` (2, runs): first block and the block after the last.
+    run with its kinds; -1 if none exists. `ends` (2, runs): first block and the block after the last.
     `lengths` (runs,): blocks.
 
     Args:
@@ -160,9 +160,9 @@ class StageDegreeTable:
                 )
                 self._mode[role][:, places] = np.where(faster, number, self._mode[role][:, places])
 
-    def recompute(self, role: int, run: range, after: int) -> Recompute:
-        """Return the recomputation with the shortest backward that fits, with `after` later stages."""
-        return self._modes[int(self._mode[role, after, self.runs.number[run.start, run.stop]])]
+    def recompute(self, role: int, run: range, later_stages: int) -> Recompute:
+        """Return the recomputation with the shortest backward that fits, with so many `later_stages`."""
+        return self._modes[int(self._mode[role, later_stages, self.runs.number[run.start, run.stop]])]
 
 
 def _recomputations(allowed: str, longest: int) -> Iterator[Recompute]:

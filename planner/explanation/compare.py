@@ -47,14 +47,14 @@ class ComparisonRow(Record):
         plan: The plan.
         bubble: Idle share of the devices' time.
         gap: Step over the best bound that the searches behind the compared plans proved for its problem,
-            minus 1. None if there is none.
+            minus 1. None if none exists.
         slower: Seconds per sample over those of the first plan, minus 1.
         estimate_seconds: Step by the planner's own estimate.
         energy_joules: Energy of a step, if the power of the devices is given.
-        reason: Why there is no plan.
         tokens_per_second_per_gpu: Throughput of a GPU by the plan's prediction, for a transformer.
         tflops_per_gpu: Model FLOPs in 10**12 per second and GPU, for a transformer.
         mfu: Model FLOPs utilization, for a transformer.
+        reason: Why no plan exists.
     """
 
     name: str
@@ -71,12 +71,12 @@ class ComparisonRow(Record):
 
     @property
     def step_seconds(self) -> float | None:
-        """Step of the plan in seconds; None if there is no plan."""
+        """Step of the plan in seconds; None if no plan exists."""
         return None if self.plan is None else self.plan.step_seconds
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of the fullest device; None if there is no plan."""
+        """Bytes of the fullest device; None if no plan exists."""
         return None if self.plan is None else max(self.plan.memory_bytes)
 
 
@@ -135,7 +135,7 @@ def compare_plans(
         busy, step = busy_seconds(first.stages, first.micro_batches), first.prediction.step_seconds
         energy = energy_joules(context.problem.topology, busy, step, watts or {})
         searched = (_problem(first), answer.result.bound_seconds)
-    given = [
+    plan_rows = [
         _row(
             name,
             plan.row,
@@ -148,7 +148,7 @@ def compare_plans(
         )
         for name, plan in plans_by_name
     ]
-    all_rows, rate = [*given, *rows], first.mini_batch / first.prediction.step_seconds
+    all_rows, rate = [*plan_rows, *rows], first.mini_batch / first.prediction.step_seconds
     rates = [row.plan.samples_per_second for row in all_rows[1:] if row.plan is not None]
     return PlanComparison(
         rows=[
@@ -442,15 +442,15 @@ def _asteroid(problem: Problem, watts: Mapping[str, tuple[float, float]]) -> Ite
     ]
     if not plans:
         return
-    _, plan, choice = min(plans, key=lambda own: own[0])
-    if all(len(set(own)) == 1 for own in plan.samples):
+    _, plan, choice = min(plans, key=lambda row: row[0])
+    if all(len(set(stage)) == 1 for stage in plan.samples):
         return
     config = choice.config(recomputes=False)
     proposal = Proposal(config, plan.ends, plan.devices, plan.latency_seconds)
     simulates = possible(problem.space, proposal)
     step = shared_step(problem.space, proposal, plan.samples) if simulates else plan.latency_seconds
     most, busy = shared_load(problem.space, plan, choice)
-    shares = " | ".join(":".join(map(str, own)) for own in plan.samples[:8])
+    shares = " | ".join(":".join(map(str, stage)) for stage in plan.samples[:8])
     yield OtherMethod(
         name="asteroid-shares",
         step_seconds=step,

@@ -37,14 +37,14 @@ from .step_limits import StepLimits, find_limits, is_memory_known
 
 
 class WhatIf(Record):
-    """The best plan found after a change, or the `reason` why there is none."""
+    """The best plan found after a change, or the `reason` why none exists."""
 
     change: str
     plan: PlanRow | None = None
     faster: float | None = None
     """Step of the plan over the new one, minus 1: negative if the change makes it slower."""
     proven: bool = False
-    """Whether it is proven that no plan of the changed problem is faster."""
+    """True if it is proven that no plan of the changed problem is faster."""
     reason: str = ""
 
 
@@ -118,6 +118,7 @@ def count_more(topology: Topology) -> int:
 
 
 _MANY_ALIKE = 8
+"""Devices of a machine without servers from which the next larger machine has twice as many."""
 
 
 def _more_in_words(plan: Plan, more: int, per_node: int) -> str:

@@ -73,7 +73,7 @@ class RunnerUp(Record):
 
     @property
     def reason(self) -> str:
-        """Why there is no plan."""
+        """Why no plan exists."""
         return "none is possible" if self.proven else "none was found"
 
 
@@ -330,7 +330,7 @@ class Sensitivity(Record):
 
 @dataclass(frozen=True)
 class _Variation:
-    """What varies, its range of factors, and whether all plans become faster with a larger factor."""
+    """A varied input: its range of factors, and whether all plans become faster with a larger factor."""
 
     what: str
     ends: tuple[float, float]
@@ -474,7 +474,7 @@ class _PlanRace:
         return fastest(problem.space, [self.present.proposal]), fastest(problem.space, allowed)
 
     def _beaten(self, factor: float) -> Crossover | None:
-        """Return the rival that beats the plan; None if there is none."""
+        """Return the rival that beats the plan; None if none exists."""
         plan, rival = self._scores(factor)
         if plan is None or rival is None or rival.step_seconds >= plan.step_seconds * (1 - WORTH):
             return None

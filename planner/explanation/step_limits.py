@@ -201,7 +201,7 @@ class _Walk:
 
     @cached_property
     def _launched_after(self) -> Indices:
-        """By action, the launch that its launch follows."""
+        """Launch that each action's launch follows, by action."""
         assert self.values.launches is not None
         return preceding_launches(self.order, self.timeline.costs, self.values.launches)
 
@@ -272,7 +272,7 @@ class BusiestStage(Record):
 
 
 class StepLimits(Record):
-    """What the step waits for.
+    """Parts of the critical path for which the step waits.
 
     Attributes:
         kinds: Shares of the path by kind. They sum to the step.

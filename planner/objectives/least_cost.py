@@ -184,7 +184,7 @@ class _CostSearch:
     def _on(self, topology: Topology) -> Problem | None:
         """Return the problem on these devices.
 
-        None if there is none, for example because of its global batch.
+        None if none exists, for example because of its global batch.
         """
         options = replace(self.problem.options, mini_batch=self.problem.mini_batch)
         try:

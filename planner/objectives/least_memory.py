@@ -74,7 +74,7 @@ class _MemorySearch:
     most_seconds: float
     none_below: int = 0
     proven: bool = True
-    """Whether the absence of plans was proven for every limit without a plan."""
+    """True if the absence of plans was proven for every limit without a plan."""
 
     def __post_init__(self) -> None:
         self.peak = _whole_peak(self.problem, self.best)

@@ -176,7 +176,7 @@ def _objective(default: Any, check: Any, form: str, help: str) -> Any:
 
 @options_class
 class ObjectiveOptions(Options):
-    """What the plan is optimized for.
+    """Objective for which the plan is optimized.
 
     Attributes:
         objective: "step-time"; "throughput", with gradients that may be an update or more late; "memory", the

@@ -194,10 +194,10 @@ def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
         plan exists or none is needed.
     """
     config, most = best.config, max(best.proposal.replicas)
-    wanted = min(LEAST_SAMPLES, problem.mini_batch)
+    least_samples = min(LEAST_SAMPLES, problem.mini_batch)
     options = problem.options
     is_free = options.micro_batches is None and options.min_micro_batch is None and options.planner == BEST
-    if not (is_free and problem.chain.batch_norms and config.micro_batch_size // most < wanted):
+    if not (is_free and problem.chain.batch_norms and config.micro_batch_size // most < least_samples):
         return None
     larger = [
         replace(config, micro_batches=problem.mini_batch // size, micro_batch_size=size)
@@ -210,7 +210,7 @@ def fill_batch_norms(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     plans = [fastest(problem.space, [proposal], limit, required=False) for proposal in allowed]
     return max(
         (plan for plan in plans if plan is not None),
-        key=lambda plan: (min(plan.config.micro_batch_size // most, wanted), -plan.step_seconds),
+        key=lambda plan: (min(plan.config.micro_batch_size // most, least_samples), -plan.step_seconds),
         default=None,
     )
 
@@ -256,7 +256,8 @@ def _note(problem: Problem, robust: RobustPlan, fastest_seconds: float) -> str:
     high = figures(robust.fastest_steps)
     if robust.is_fastest:
         return f"{compared}; the fastest plan is also the best of these, with {high}"
-    chosen, fastest = figures(robust.steps), format_seconds(fastest_seconds)
+    robust_step, fastest = figures(robust.steps), format_seconds(fastest_seconds)
     return (
-        f"{compared}; this one has {chosen}, the one that the search for the fastest found ({fastest}) {high}"
+        f"{compared}; this one has {robust_step}, the one that the search for the fastest found "
+        f"({fastest}) {high}"
     )

@@ -112,7 +112,7 @@ class SteadySearch:
     def find_pipeline(self, seconds: float) -> ScoredPlan | None:
         """Return a pipeline whose micro-batches take at most `seconds` each, with the fewest stages.
 
-        None if there is none.
+        None if none exists.
         """
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
@@ -174,7 +174,7 @@ class SteadySearch:
 
     @cached_property
     def _crossing(self) -> dict[int, Floats]:
-        """By replicas, the (cut points,) bytes of each replica's share that cross a cut."""
+        """(cut points,) bytes of each replica's share that cross a cut, by replicas."""
         return {group.replicas: group.costs.table.crossing for group in self.choices.groups}
 
     def _after(self, replicas: int, rows: Sequence[Row], seconds: float) -> Floats:

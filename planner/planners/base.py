@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def pipeline_refusal(problem: Problem) -> str:
-    """Return why there is no pipeline of equal replicas: the failed check with its values."""
+    """Return why no pipeline exists of equal replicas: the failed check with its values."""
     if problem.space.is_long:
         return "too many layers"
     sizes = sorted({config.micro_batch_size for config in problem.configs})

@@ -62,7 +62,7 @@ FORWARD, WEIGHT = 0, 2
 
 
 class Times(NamedTuple):
-    """By action, its start, its end, and the action after which it starts."""
+    """Start and end of each action, and the action after which it starts."""
 
     start: list[float]
     end: list[float]
@@ -262,7 +262,7 @@ def _run(order: Order, forward: Sequence[float], backward: Sequence[float], sent
 def _longest_part(last: int, times: Times, places: Sequence[int], within: tuple[float, float]) -> int:
     """Return the longest part on the path of causes that ends with action `last`, the earliest of equal ones.
 
-    Only actions within the interval count, or all if there are none.
+    Only actions within the interval count, or all if none exist.
     """
     inside, everywhere = defaultdict[int, float](float), defaultdict[int, float](float)
     at = last

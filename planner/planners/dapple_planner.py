@@ -256,7 +256,7 @@ class Moves:
             if group not in self.costs:
                 self.costs[group] = cost_replicas(space, choice, ranks)
         self.group = np.array([list(self.costs).index(group) for group in groups], dtype=np.int64)
-        self.table = cache(lambda name: np.array([getattr(own, name) for own in self.costs.values()]))
+        self.table = cache(lambda name: np.array([getattr(work, name) for work in self.costs.values()]))
         work = space.cheapest_work(choice.size, range(1, space.topology.gpus + 1), first_share=0.0)
         until = np.append(0.0, np.cumsum(np.zeros(len(space.chain)) if work is None else work))
         self.least_work = until[list(space.table(space.chain.sizes[0]).cut_points)]
@@ -309,7 +309,7 @@ class LastStages(NamedTuple):
         arrays: tuple[Any, ...] = self
         return LastStages(*(values[which] for values in arrays))
 
-    def after(
+    def prepend(
         self, forward: Floats, backward: Floats, reduced: Floats | float, micro_batches: int
     ) -> LastStages:
         """Return the plans with a stage or a transfer in front.
@@ -367,7 +367,7 @@ class _DappleSearch:
         if to_last == 1:
             return plans
         seconds = self.moves.transfer(moves, plans.move, plans.begin)
-        return plans.after(seconds, seconds, 0.0, self.choice.micro_batches)
+        return plans.prepend(seconds, seconds, 0.0, self.choice.micro_batches)
 
     def _in_front(
         self, plans: LastStages, moves: Indices, begin: Indices | int, to_last: int
@@ -379,7 +379,7 @@ class _DappleSearch:
         forward, backward, reduced, never, always = tables
         recompute = in_flight > never
         begins, recomputes = np.broadcast_to(begin, moves.shape), plans.recomputes | recompute
-        longer = plans.after(forward, backward + recompute * forward, reduced, self.choice.micro_batches)
+        longer = plans.prepend(forward, backward + recompute * forward, reduced, self.choice.micro_batches)
         longer = longer._replace(begin=begins, move=moves, recomputes=recomputes)
         return longer, ~recompute | (in_flight <= always)
 

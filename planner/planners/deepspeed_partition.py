@@ -83,7 +83,7 @@ class DeepSpeedBalance:
 
     @cached_property
     def _tables(self) -> list[tuple[Floats, Floats]]:
-        """By number of stages, the (layers + 1,) heaviest and lightest stages of kept partitions."""
+        """(layers + 1,) heaviest and lightest stages of kept partitions, by number of stages."""
         running = np.concatenate([[0.0], np.cumsum(np.asarray(self.weights, dtype=np.float64))])
         return [(running, running)]
 

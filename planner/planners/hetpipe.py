@@ -107,7 +107,7 @@ class HetPipePlan:
 
 
 def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPipePlan | str:
-    """Return the plan with the most samples per second, or why there is none."""
+    """Return the plan with the most samples per second, or why none exists."""
     groups = virtual_workers(problem, policy)
     if isinstance(groups, str):
         return groups

@@ -116,7 +116,7 @@ class CutPlan:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By stage, the number of devices."""
+        """Number of devices by stage."""
         return tuple(map(len, self.devices))
 
 

@@ -445,7 +445,7 @@ class FamilyBound:
         return tables[0], tables[1]
 
     def trace(self, sums: PricedSums, stages: int) -> tuple[PricedStage, ...]:
-        """Return the pipeline of `stages` stages with the least priced sum; empty if there is none."""
+        """Return the pipeline of `stages` stages with the least priced sum; empty if none exists."""
         if not np.isfinite(sums.whole[stages][0]):
             return ()
         return tuple(self._trace(sums, stages))
@@ -577,7 +577,7 @@ class MemoryBound:
     budget: SearchBudget
     score: Score | None = None
     every_range: bool = False
-    """Whether to refine ranges that do not have the lowest bound, too, for a search that follows."""
+    """True to refine ranges that do not have the lowest bound, too, for a search that follows."""
     open_ranges: list[StageRange] = field(default_factory=list)
     limit: float = inf
     _closed: float = inf
@@ -756,7 +756,7 @@ class MemoryBound:
             limit: Seconds that a plan must be faster than.
 
         Returns:
-            The bound; None if there is none.
+            The bound; None if none exists.
         """
         key = family.config, family.replicas, stages
         if key not in self._completions:

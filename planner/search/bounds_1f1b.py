@@ -64,7 +64,7 @@ class RoundTripBound:
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
-        """Return a bound in seconds on every plan of `stages` stages; inf if there is no plan."""
+        """Return a bound in seconds on every plan of `stages` stages; inf if no plan exists."""
         to_last_backward, to_end, *_ = self.rows(stages)
         return float(max(to_last_backward[0, 0], to_end[0, 0]))
 

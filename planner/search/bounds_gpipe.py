@@ -91,7 +91,7 @@ class GPipeBound:
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
-        """Return a bound in seconds on every plan of `stages` stages; inf if there is no plan."""
+        """Return a bound in seconds on every plan of `stages` stages; inf if no plan exists."""
         simple = self._round_trips.root(stages)
         if simple >= self._limit:
             return simple

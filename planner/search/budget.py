@@ -72,12 +72,12 @@ class SearchBudget:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the end; inf if there is no time limit."""
+        """Seconds until the end; inf without a time limit."""
         return inf if self.end == inf else max(self.end - self._clock(), 0.0)
 
     @property
     def over(self) -> bool:
-        """Whether the time is over, so that computations under way must stop."""
+        """True if the time is over, so that computations under way must stop."""
         if not self._over and self.end < inf and self._clock() >= self.end:
             self._over = True
             self._stop()
@@ -85,12 +85,12 @@ class SearchBudget:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether the time ran out during a computation that used this budget or a part of it."""
+        """True if the time ran out during a computation that used this budget or a part of it."""
         return self._stopped
 
     @property
     def spent(self) -> bool:
-        """Whether a search must end because its work or its time is spent."""
+        """True if a search must end because its work or its time is spent."""
         return self.remaining <= 0 or self.over
 
     def check(self) -> None:

@@ -116,7 +116,7 @@ class DeviceClasses:
 
     @cached_property
     def links(self) -> list[int]:
-        """By class, a number that is equal for classes with the same links, whatever their kinds."""
+        """Numbers by class that are equal for classes with the same links, whatever their kinds."""
         numbers = dict[tuple[object, ...], int]()
         paths = [group_path(self.topology, ranks[0])[:-1] for ranks in self.ranks]
         return [numbers.setdefault(path, len(numbers)) for path in paths]
@@ -175,28 +175,28 @@ class DeviceClasses:
 
     @cached_property
     def _alike(self) -> bool:
-        """Whether two groups can be renumbered without a difference."""
+        """True if two groups can be renumbered without a difference."""
         symmetry = Symmetry(self.topology)
         paths = {group_path(self.topology, rank)[:-1] for rank in range(self.topology.gpus)}
         groups = {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
         distinct = {(group[:-1], symmetry.contents(group)) for group in groups}
         return len(distinct) < len(groups)
 
-    def take(self, own: Vector, before: Vector | None = None) -> tuple[int, ...]:
+    def take(self, counts: Vector, used: Vector | None = None) -> tuple[int, ...]:
         """Return the ranks of a set of devices.
 
         Args:
-            own: Number of devices by class.
-            before: Devices by class that earlier stages take. None for none.
+            counts: Number of devices by class.
+            used: Devices by class that earlier stages take. None for none.
 
         Returns:
             The ranks, ascending.
         """
-        before = (0,) * len(own) if before is None else before
+        used = (0,) * len(counts) if used is None else used
         return tuple(
             sorted(
                 rank
-                for ranks, count, first in zip(self.ranks, own, before, strict=True)
+                for ranks, count, first in zip(self.ranks, counts, used, strict=True)
                 for rank in ranks[first : first + count]
             )
         )

@@ -75,7 +75,7 @@ class DeviceSets:
 
     @property
     def any_order(self) -> bool:
-        """Whether the replicas of a stage may stand in different orders."""
+        """True if the replicas of a stage may stand in different orders."""
         return self.classes.most_orders > 1
 
     @cached_property
@@ -106,7 +106,7 @@ class DeviceSets:
         classes, vectors = self.classes, self.classes.vectors
         latency, slowness = (np.full((len(vectors),) * 2, np.inf) for _ in range(2))
         by_key = dict[object, tuple[float, float]]()
-        by_link = np.array([np.bincount(classes.links, weights=own) for own in vectors], dtype=np.int64)
+        by_link = np.array([np.bincount(classes.links, weights=vector) for vector in vectors], dtype=np.int64)
         for row, senders in enumerate(vectors):
             self.space.budget.check()
             ranks = classes.take(senders)

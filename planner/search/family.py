@@ -49,7 +49,7 @@ class Family:
     replicas: tuple[int, ...]
     on_all: bool = False
     any_count: bool = False
-    """Whether plans with other numbers of replicas are allowed. They are bounded but not searched."""
+    """True if plans with other numbers of replicas are allowed. They are bounded but not searched."""
 
 
 def splits_backward(config: PipelineConfig) -> bool:

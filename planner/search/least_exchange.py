@@ -49,7 +49,7 @@ class LeastExchanges:
     space: Space
     _seconds: dict[tuple[int, float, bool], Floats] = field(default_factory=dict)
 
-    def after(self, replicas: int, batch: float, *, hides: bool = True) -> Floats:
+    def exposed_seconds(self, replicas: int, batch: float, *, hides: bool = True) -> Floats:
         """Return the seconds of the exchange after the last backward, from which bounds on plans are built.
 
         Args:

@@ -62,7 +62,7 @@ class Incumbent:
 
     @property
     def step(self) -> float:
-        """Seconds of the best plan; the limit if there is none."""
+        """Seconds of the best plan; the limit if none exists."""
         return self._limit if self.best is None else self.best.step_seconds
 
     def take(self, plan: ScoredPlan | None) -> None:

@@ -211,7 +211,7 @@ class Pipelines:
 
     @property
     def _is_late(self) -> bool:
-        """Whether a stage may wait for its host, because an action takes longer to launch than to run."""
+        """True if a stage may wait for its host, because an action takes longer to launch than to run."""
         if self.hosts == "one":
             return bool(self.forward_launch.any() or self.backward_launch.any())
         passes = [(self.forward_launch, self.forward), (self.backward_launch, self.backward)]

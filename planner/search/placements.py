@@ -66,7 +66,7 @@ class Placement:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By position, the positions at which the stage after one that ends there may begin."""
+        """Positions at which the stage after one that ends at a position may begin, by this position."""
         return tuple(tuple(self.starts_after(position)) for position in range(len(self.ranks) + 1))
 
     def starts_after(self, position: int) -> Iterator[int]:
@@ -189,7 +189,7 @@ class DeviceRanges:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By position, the positions at which the stage after one that ends there may begin."""
+        """Positions at which the stage after one that ends at a position may begin, by this position."""
         if self.on_all:
             return tuple((position,) for position in range(self.devices + 1))
         return self.placement.starts
@@ -201,7 +201,7 @@ class DeviceRanges:
 
     @property
     def any_order(self) -> bool:
-        """Whether the replicas of a stage may stand in different orders."""
+        """True if the replicas of a stage may stand in different orders."""
         return False
 
     @cached_property

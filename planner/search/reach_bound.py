@@ -154,7 +154,7 @@ class ReachBound:
             kinds: See `fewest_devices`.
 
         Returns:
-            The stages; empty if there is none within `high` seconds, or only one with an empty stage.
+            The stages; empty if none exists within `high` seconds, or only one with an empty stage.
         """
         pipeline, factor, step = list[RoughStage](), NEAR, min(high, NEAR * low)
         with suppress(OutOfTime):
@@ -322,7 +322,7 @@ def _least(sums: Floats) -> Floats:
 def _furthest(sums: Floats, room: Floats, after: Floats | float = 0.0) -> Indices:
     """Return (choices, places) furthest ends j with sums[j] - sums[i] + after[j] <= room[i].
 
-    The result is below the start i if there is none.
+    The result is below the start i if none exists.
     """
     # The least value of this end and all later ones, so that it grows with the end.
     least = np.minimum.accumulate((sums + after)[:, ::-1], axis=1)[:, ::-1]

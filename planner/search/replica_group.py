@@ -263,7 +263,7 @@ class ReplicaMemory:
 
     @property
     def has_temporaries(self) -> bool:
-        """Whether the optimizer's step allocates temporary memory."""
+        """True if the optimizer's step allocates temporary memory."""
         return find_optimizer(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32))
 
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:

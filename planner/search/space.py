@@ -115,7 +115,7 @@ class Space:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the spread of the layers' seconds is known on every kind of device."""
+        """True if the spread of the layers' seconds is known on every kind of device."""
         return all(chain.spread is not None for chain in self.kind_chains)
 
     @cached_property
@@ -179,12 +179,12 @@ class Space:
 
     @property
     def is_long(self) -> bool:
-        """Whether the chain has too many cuts for tables of all stages."""
+        """True if the chain has too many cuts for tables of all stages."""
         return self.chain.max_stages > MOST_BLOCKS
 
     @property
     def one_process(self) -> bool:
-        """Whether one process launches the work of all stages."""
+        """True if one process launches the work of all stages."""
         return self.runtime is not None and self.runtime.one_process
 
     @property

@@ -154,7 +154,7 @@ class GroupChoices:
             reachable: (positions + 1, cut points) mask of where another stage may begin.
 
         Returns:
-            The stages; None if there are none.
+            The stages; None if none exist.
         """
         which, pair = np.nonzero(reachable[self.afters].take(self.end, axis=1))
         if not len(pair):

@@ -172,7 +172,7 @@ class Choice:
     size: int
     modes: tuple[Recompute, ...]
     splits: bool = False
-    """Whether a backward may be two actions. It then costs the smaller of the whole and the sum of its
+    """True if a backward may be two actions. It then costs the smaller of the whole and the sum of its
     parts."""
 
     @cached_property

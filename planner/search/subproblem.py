@@ -139,7 +139,7 @@ class Subproblem:
         return least if completion is None else max(least, completion.root)
 
     def _completion(self, stages: int, limit: float) -> CompletionBound | None:
-        """Return the bound on unfinished plans of `stages` stages; None if there is none."""
+        """Return the bound on unfinished plans of `stages` stages; None if none exists."""
         if self._memory_bound is None:
             return None
         self.work.check()

@@ -194,7 +194,7 @@ def test_objectives_as_they_are_written(text: str, name: str, slack: float) -> N
         ("speed", None, "not known"),
         ("memory:much", None, "percent"),
         ("throughput:5%", None, "takes no share"),
-        ("cost", None, "is missing"),
+        ("cost", None, "needs the price"),
         ("step-time", {"": 1.0}, "`price` with objective='step-time'"),
     ],
 )
@@ -218,7 +218,7 @@ def test_notes_are_of_the_plan_and_not_of_the_fastest(make_problem: MakeProblem)
     fastest_plan = solve_objective(Objective(), problem, model="toy", profile=profile)
     assert fastest_plan.prediction.step_seconds < 0.7 * plan.prediction.step_seconds
     for own in (plan, fastest_plan):
-        (note,) = (text for text in own.notes if text.startswith("the optimizer's step"))
+        (note,) = (text for text in own.notes if text.startswith("optimizer step not included"))
         updated = max(stage.memory["weights"] for stage in own.stages) * 28 / 4
         share = updated / 3.35e12 / own.prediction.step_seconds
         assert note.endswith(f"{percent(share)} of the step")

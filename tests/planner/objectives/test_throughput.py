@@ -161,7 +161,7 @@ def test_throughput_is_the_best_of_both_kinds(
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"schedule": "gpipe"}, "schedule gpipe"),
+        ({"schedule": "gpipe"}, "schedule='gpipe'"),
         ({"planner": "even"}, "planner even"),
         ({"runtime": "torchgpipe"}, "torchgpipe runs no"),
     ],
