@@ -53,7 +53,7 @@ def test_micro_batches_that_are_too_small_are_refused(
 ) -> None:
     problem = Problem(make_chain(3, 5, sizes=(1, 2, 4, 8)), make_topology(2), PlanOptions(mini_batch=8))
     too_many = replace(problem.options, micro_batches=4, min_micro_batch=4)
-    with pytest.raises(UsageError, match="min_micro_batch=4 asks for more") as caught:
+    with pytest.raises(UsageError, match="less than min_micro_batch=4") as caught:
         find_best_plan(replace(problem, options=too_many))
     assert "Use micro_batches=2 or fewer" in caught.value.hint
     with pytest.raises(UsageError, match="min_micro_batch=16: the global batch has 8 samples"):
