@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ..cost_models.errors import UsageError
-from .output import Force, PlanFile, ProfileFile, choose_input, choose_target
+from .output import Force, ProfileFile, choose_input, choose_target
+
+Plans = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="[PLAN]...",
+        help="The page's plan, and others to stand beside it; default: newest in this directory.",
+        show_default=False,
+    ),
+]
 
 FrontierFile = Annotated[
     Path | None,
@@ -30,7 +39,7 @@ Page = Annotated[
 
 
 def report_command(
-    plan_file: PlanFile = None,
+    plan_files: Plans = [],  # noqa: B006  typer takes a list
     profile_file: ProfileFile = None,
     frontier_file: FrontierFile = None,
     check_file: CheckFile = None,
@@ -38,16 +47,17 @@ def report_command(
     output: Page = None,
     force: Force = False,
 ) -> None:
-    """Write a plan as one HTML page.
+    """Write plans as one HTML page.
 
-    The page has cuts to move, a timeline, memory and comparisons. It needs no other file.
+    The page has cuts to move, a timeline, memory and comparisons. It needs no other file. Several plans stand
+    side by side, with their timelines on one axis.
     """
     from ..api.html_report import find_beside, report
     from ..api.load import read_plan
     from ..cost_models.text_files import REPORT
     from .streams import remark, waiting
 
-    path = choose_input(plan_file, ("plan",))
+    path, *others = [choose_input(file, ("plan",)) for file in plan_files or [None]]
     beside = find_beside(path)
     profile = profile_file or beside.profile
     if profile is not None:
@@ -58,7 +68,7 @@ def report_command(
         )
     stem = path.name.removesuffix(".json").removesuffix(".plan")
     target = choose_target(output, f"{stem}.html", force=force, kind=REPORT)
-    target.check(path, profile, frontier_file, check_file)
+    target.check(path, *others, profile, frontier_file, check_file)
     explanation = None
     with waiting("Making the page"):
         if explain_too and profile is not None:
@@ -68,6 +78,7 @@ def report_command(
         page = report(
             path,
             profile,
+            others=others,
             frontier=frontier_file or beside.frontier,
             check=check_file or beside.check,
             explanation=explanation,

@@ -289,6 +289,31 @@ def simulate_plan(
     )
 
 
+def simulate_stage_seconds(plan: Plan) -> Simulation:
+    """Simulate a plan from a configuration, from the seconds of its stages and transfers."""
+    schedule = find_schedule(plan.schedule)
+    program = schedule.program(plan.pipeline_stages, plan.micro_batches, plan.virtual_stages)
+    forward = np.zeros((program.devices, program.chunks, 1))
+    backward, update = np.zeros_like(forward), np.zeros(program.devices)
+    for stage, slot in zip(plan.stages, program.pipes[0], strict=True):
+        forward[slot.device, slot.chunk] = stage.forward_seconds
+        backward[slot.device, slot.chunk] = stage.backward_seconds
+        update[slot.device] = max(update[slot.device], stage.update_seconds or 0.0)
+    transfers = np.array([[stage.transfer_seconds or 0.0 for stage in plan.stages[:-1]]])
+    nothing = np.zeros_like(transfers)
+    costs = Costs(
+        forward=forward,
+        backward=backward,
+        forward_occupancy=transfers,
+        forward_latency=nothing,
+        backward_occupancy=transfers,
+        backward_latency=nothing,
+        optimizer=update,
+    )
+    timeline = simulate(program, costs)
+    return Simulation(schedule, plan.micro_batches, plan.virtual_stages, timeline, mini_batch=plan.mini_batch)
+
+
 def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:
     """Yield a sentence on the stage that lacks most memory, if any does."""
     lacking = [

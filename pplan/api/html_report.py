@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +49,7 @@ def report(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
     *,
+    others: Sequence[Plan | str | Path] = (),
     explanation: Explanation | None = None,
     frontier: Frontier | str | Path | None = None,
     check: Check | str | Path | None = None,
@@ -56,9 +57,10 @@ def report(
     """`plan` as one HTML page that needs no network: the answer, the cuts (which can be moved), the timeline,
     memory, comparisons, layers, and how the numbers were made.
 
-    `plan`, `profile`, `frontier` and `check` may be the paths of their files. Without the profile that the
-    plan was made from the page has no timeline and no layers, and says so. `explanation`: what
-    `pplan.explain` returns.
+    `others`: plans that stand beside it, with the timelines of all on one axis; the profile of each is read
+    where it lies beside the plan's file. `plan`, `profile`, `frontier` and `check` may be the paths of their
+    files. Without the profile that the plan was made from the page has no layers and, unless it is of a
+    configuration, no timeline, and says so. `explanation`: what `pplan.explain` returns.
 
     >>> import pplan
     >>> page = pplan.report("gpt.plan.json", "gpt.profile.json")
@@ -82,13 +84,29 @@ def report(
         check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
     _check_subject(sources, plan)
-    if profile is not None:
-        measured, reference = profile_and_reference(profile, "", "", document)
-        check_layers(document, reference)
-        folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
-        machine, profiles = planned_machine(document, measured, folder)
-        sources = replace(sources, profile=measured, machine=machine, profiles=profiles)
+    sources = replace(_with_profile(sources, plan, profile), others=[_other_sources(own) for own in others])
     return HtmlReport(render_page(page_content(sources)))
+
+
+def _with_profile(
+    sources: PageSources, plan: Plan | str | Path, profile: Profile | str | Path | None
+) -> PageSources:
+    """Return the sources with the plan's profile and its machine. Raises UsageError and FileError."""
+    if profile is None:
+        return sources
+    measured, reference = profile_and_reference(profile, "", "", sources.plan)
+    check_layers(sources.plan, reference)
+    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+    machine, profiles = planned_machine(sources.plan, measured, folder)
+    return replace(sources, profile=measured, machine=machine, profiles=profiles)
+
+
+def _other_sources(plan: Plan | str | Path) -> PageSources:
+    """Return a plan that stands beside the page's own, with the profile beside its file."""
+    document = as_plan(plan)
+    if not isinstance(plan, str | Path):
+        return PageSources(document)
+    return _with_profile(PageSources(document, Path(plan).name), plan, _profile_beside(Path(plan), document))
 
 
 def _check_subject(sources: PageSources, plan: Plan | str | Path) -> None:
@@ -171,12 +189,17 @@ def find_beside(path: Path) -> FilesBeside:
     Raises FileError where the plan cannot be read."""
     text = read_text(path, "plan")
     plan = Plan.parse(text, str(path))
-    profile = profile_next_to(path, plan)
     return FilesBeside(
-        profile if plan.training is None and plan.profile.file and profile.is_file() else None,
+        _profile_beside(path, plan),
         _newest(path.parent, "frontier", lambda file: _same_frontier(file, plan)),
         _newest(path.parent, "check", lambda file: Check.load(file).plan_sha256 == sha256(text)),
     )
+
+
+def _profile_beside(path: Path, plan: Plan) -> Path | None:
+    """Return the profile beside a plan's file; None where there is none."""
+    profile = profile_next_to(path, plan)
+    return profile if plan.training is None and plan.profile.file and profile.is_file() else None
 
 
 def _newest(folder: Path, kind: str, suits: Callable[[Path], bool]) -> Path | None:

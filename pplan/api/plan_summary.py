@@ -213,14 +213,17 @@ OBJECTIVES = {
 }
 
 
-def answer_lines(plan: Plan, *, short: bool = False) -> list[str]:
+def answer_lines(plan: Plan, *, short: bool = False, plan_first: bool = False) -> list[str]:
     """Answer in one line, and qualify it in others; a faster baseline stands in the first two.
 
     Args:
         plan: The plan.
         short: Leave out how the global batch was chosen.
+        plan_first: Begin with the plan, not with a faster baseline.
     """
     answer, *further_lines = _answer(plan)
+    if plan_first and further_lines[:1] and further_lines[0].startswith(_THIS_PLAN):
+        answer, further_lines = further_lines[0], [answer, *further_lines[1:]]
     batch = [] if short else _batch_lines(plan)
     return [answer, *_unsearched_lines(plan), *batch, *further_lines]
 
@@ -285,10 +288,13 @@ def _answer(plan: Plan) -> list[str]:
     if faster and (name := min(faster)[1]) in ("data-parallel", "one-gpu"):
         what = what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
         answer = _rival_answer(plan, min(faster)[0] or inf, data_parallel=name == "data-parallel")
-        lines = [answer, f"This plan is {what.rstrip(',')}: {figures}."]
+        lines = [answer, f"{_THIS_PLAN} {what.rstrip(',')}: {figures}."]
     if plan.gpus is not None and plan.device_count < plan.gpus:
         lines.append(_unused_devices_line(plan, plan.device_count, plan.gpus))
     return lines
+
+
+_THIS_PLAN = "This plan is"
 
 
 def _devices(plan: Plan, number: int) -> str:

@@ -14,7 +14,8 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  const stageColour = (stage) => `hsl(${(210 + stage * 137.5) % 360} var(--saturation) var(--lightness))`;
+  // Greys in turn: colours are for what a stage does.
+  const stageColour = (stage) => `var(--stage-${stage % 2})`;
   const layerName = (layer) => (data.names[layer] === undefined ? `layer ${layer}` : `${layer} ${data.names[layer]}`);
 
   // The timeline, of the plan or of the cuts as they are moved.
@@ -81,7 +82,13 @@
     if (limit) add("line", { x1: 0, x2: 1000, y1: y(limit), y2: y(limit), class: "memory-limit", "vector-effect": "non-scaling-stroke" });
     const text = `Stage ${stage}: at most ${formatBytes(most)} over the step` + (limit ? ` of ${formatBytes(limit)} (dashed)` : "") + ".";
     svg.setAttribute("aria-label", text);
-    byId("memory-drawing").replaceChildren(svg);
+    const labels = [top, top / 2, 0].map((bytes) => make("span", {}, bytes ? formatBytes(bytes) : "0"));
+    const seconds = [0, shown.step / 2, shown.step].map((second) => make("span", {}, second ? formatSeconds(second) : "0"));
+    const left = make("div", { class: "axis-left", "aria-hidden": "true" }), below = make("div", { class: "axis-below", "aria-hidden": "true" });
+    left.append(...labels);
+    below.append(...seconds);
+    add("line", { x1: 0, x2: 1000, y1: 50, y2: 50, class: "memory-grid", "vector-effect": "non-scaling-stroke" });
+    byId("memory-drawing").replaceChildren(left, svg, below);
     byId("memory-text").textContent = text;
   }
 
@@ -287,7 +294,27 @@
     });
   }
 
+  /** The steps of all plans, one below the other on one axis. */
+  function showPlans() {
+    const status = byId("plans-text"), transfers = byId("plans-transfers"), models = data.plans.map((own) => readTimeline(own.timeline));
+    const axis = Math.max(...models.map((model) => model.step));
+    const together = models.map((model, number) => {
+      const canvas = make("canvas", { tabindex: "0", role: "img", "aria-describedby": "plans-text" });
+      byId("plans-drawings").append(make("h4", {}, `${data.plans[number].name}: ${model.title}, ${formatSeconds(model.step)}`), canvas);
+      return new TimelineView(canvas, status, transfers);
+    });
+    byId("plans-timelines").hidden = false;
+    together.forEach((own, number) => {
+      own.together = together;
+      own.show(models[number], axis);
+    });
+    const zooms = { in: () => together[0].zoom(0.5), out: () => together[0].zoom(2), all: () => together[0].whole() };
+    document.querySelectorAll("[data-zoom-plans]").forEach((button) => button.addEventListener("click", zooms[button.dataset.zoomPlans]));
+    return together;
+  }
+
   function start() {
+    const plans = data.plans.length ? showPlans() : [];
     if (planned) {
       view = new TimelineView(byId("timeline-canvas"), byId("timeline-text"), byId("timeline-transfers"));
       byId("timeline-controls").hidden = false;
@@ -300,7 +327,7 @@
     buildChain();
     startEditor();
     document.querySelectorAll("table[data-sortable]").forEach(makeSortable);
-    const redraw = () => { if (view) view.draw(); paintChain(); };
+    const redraw = () => { for (const own of [view, ...plans]) if (own) own.draw(); paintChain(); };
     addEventListener("resize", redraw);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     addEventListener("beforeprint", () => { document.documentElement.classList.add("paper"); redraw(); });

@@ -24,6 +24,7 @@ from ...planner.plan_simulation import (
     place_plan,
     plan_space,
     simulate_plan,
+    simulate_stage_seconds,
 )
 from ...planner.scoring import assemble
 from ...profiler.profile_file import Profile
@@ -44,7 +45,10 @@ MOST_SIMULATED = 20_000
 
 @dataclass(frozen=True)
 class PageSources:
-    """What a report is made from. Without the profile there is no machine either, and neither a timeline."""
+    """What a report is made from. Without the profile there is no machine either.
+
+    `others`: plans that stand beside this one, with their profiles.
+    """
 
     plan: Plan
     plan_file: str = ""
@@ -54,6 +58,13 @@ class PageSources:
     explanation: Explanation | None = None
     frontier: Frontier | None = None
     check: Check | None = None
+    others: Sequence[PageSources] = ()
+
+    def simulate(self) -> Simulation | None:
+        """Simulate the step; None for a plan of a profile that is not here."""
+        if self.profile is not None and self.machine is not None:
+            return simulate_plan(self.plan, self.profile.chain(), self.machine, profiles=self.profiles)
+        return simulate_stage_seconds(self.plan) if self.plan.training is not None else None
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class PageContent:
     figures: Sequence[tuple[str, str]]
     summary: Sequence[str]
     stages: tables.PageTable
+    compared: tables.PageTable | None
     times: tables.PageTable | None
     bars: Sequence[tables.MemoryBar]
     ledger: tables.PageTable
@@ -85,23 +97,20 @@ class PageContent:
 
 def page_content(sources: PageSources) -> PageContent:
     """All of the page. Raises UsageError where the profile is of other layers."""
-    plan, profile, machine = sources.plan, sources.profile, sources.machine
-    simulation = None
-    if profile is not None and machine is not None:
-        simulation = simulate_plan(plan, profile.chain(), machine, profiles=sources.profiles)
-    first, *more = answer_lines(plan)
+    plan, profile, simulation = sources.plan, sources.profile, sources.simulate()
     return PageContent(
-        title=f"{plan.model}: pipeline plan",
-        answer=[first, *more],
+        title=f"{plan.model}: {count_plans(sources)}",
+        answer=answer_lines(plan, plan_first=True),
         warnings=plan.warnings,
         figures=list(tables.figure_list(plan)),
         summary=summary_lines(plan),
+        compared=compared_table(sources) if sources.others else None,
         stages=tables.stage_table(plan),
         times=None if simulation is None else tables.time_table(simulation),
         bars=tables.memory_bars(plan.stages),
         ledger=tables.ledger_table(plan.stages),
         baselines=tables.baseline_table(plan),
-        schedules=None if simulation is None else _schedules(sources, simulation),
+        schedules=None if simulation is None or profile is None else _schedules(sources, simulation),
         layers=None if profile is None else tables.layer_table(profile, plan),
         explained=[] if sources.explanation is None else list(extras.explanation_tables(sources.explanation)),
         frontier=None if sources.frontier is None else extras.frontier_table(sources.frontier),
@@ -109,10 +118,24 @@ def page_content(sources: PageSources) -> PageContent:
         check=[] if sources.check is None else list(extras.check_tables(sources.check)),
         check_sentence="" if sources.check is None else extras.check_sentence(sources.check),
         origin=list(_origin(sources)),
-        notes=[*plan.notes, *(() if simulation is None else simulation.notes)],
+        notes=list(dict.fromkeys([*plan.notes, *(() if simulation is None else simulation.notes)])),
         absent=list(_absent(sources)),
         data=_data(sources, simulation),
     )
+
+
+def count_plans(sources: PageSources) -> str:
+    """Return `pipeline plan` or `3 plans`."""
+    return f"{1 + len(sources.others)} plans" if sources.others else "pipeline plan"
+
+
+def compared_table(sources: PageSources) -> tables.PageTable:
+    """Tabulate the plans, schedules and machines side by side, the page's own plan first."""
+    from ...planner.explanation.compare import compare_plans  # the planners stand behind it
+
+    every = [sources, *sources.others]
+    rows = compare_plans([(own.plan_file or f"plan {number}", own.plan) for number, own in enumerate(every)])
+    return tables.comparison_table(list(zip(rows.rows, [own.plan for own in every], strict=True)), rows.notes)
 
 
 def _schedules(sources: PageSources, simulation: Simulation) -> tables.PageTable:
@@ -159,18 +182,26 @@ def _data(sources: PageSources, simulation: Simulation | None) -> dict[str, Any]
         "limits": [stage.memory_limit_bytes for stage in plan.stages],
         "names": plan.layer_names[: tables.MOST_LAYERS],
         "timeline": None,
+        "plans": [],
         "memory": [],
         "weights": [],
         "cuts": None,
-        "cutsReason": "the plan's profile, which has the costs of the layers, is not in this page",
+        "cutsReason": "the plan is from a configuration"
+        if plan.training
+        else "the plan's profile, which has the costs of the layers, is not in this page",
     }
+    if sources.others:
+        steps = [(own.plan_file or own.plan.model, own.simulate()) for own in sources.others]
+        every = [(sources.plan_file or plan.model, simulation), *steps]
+        data["plans"] = [{"name": name, "timeline": timeline_data(own)} for name, own in every if own]
+    if simulation is not None:
+        data["timeline"] = timeline_data(simulation)
     if simulation is None or sources.profile is None:
         return data
     problem, reason = _cuts(sources)
     costs = sources.profile.chain().at(-(-plan.micro_batch_size // max(plan.replicas)), past_largest=True)
     seconds = costs.forward_seconds + costs.backward_seconds
     return data | {
-        "timeline": timeline_data(simulation),
         "memory": [
             [
                 round(own.resident_bytes),
@@ -237,7 +268,7 @@ def _made_by(what: str, origin: MadeBy) -> Iterator[tuple[str, str]]:
 
 
 def _absent(sources: PageSources) -> Iterator[str]:
-    if sources.profile is None:
+    if sources.profile is None and sources.plan.training is None:
         yield (
             f"The costs of the layers are in the plan's profile, {sources.plan.profile.file or 'a file'}, "
             "and not in the plan: it was not at hand, so that there is no timeline, no table of layers, and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...cost_models.quantities import (
     compare_steps,
@@ -20,8 +20,13 @@ from ...planner.plan_simulation import Simulation
 from ...profiler.profile_file import Profile
 from ..plan_summary import step_interval
 
+if TYPE_CHECKING:
+    from ...planner.explanation.compare import ComparisonRow
+
 MOST_LAYERS = 2000
 """Rows of the table of layers."""
+MOST_PARTS = 32
+"""Parts of the layers of which a balance lists the layers."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def time_table(simulation: Simulation) -> PageTable:
 
     def column(name: str) -> Column:
         heading = "warm-up and cool-down" if name == "warm_up_cool_down" else name
-        return heading, lambda row: seconds_cell(getattr(row[1], name), getattr(row[1], name) / step)
+        return heading, lambda row: seconds_cell(getattr(row[1], name) or None, getattr(row[1], name) / step)
 
     columns: list[Column] = [
         ("stage", lambda row: count_cell(row[0])),
@@ -190,6 +195,41 @@ def baseline_table(plan: Plan) -> PageTable:
         for base in plan.baselines
     ]
     return _steps_table("Baselines", "plan", rows, own)
+
+
+def comparison_table(rows: Sequence[tuple[ComparisonRow, Plan]], notes: Sequence[str]) -> PageTable:
+    """Tabulate plans with their schedules and machines, a column each, the first as the reference."""
+    first = rows[0][0]
+    lines: list[Column] = [
+        ("step", lambda row: seconds_cell(row[0].step_seconds)),
+        (
+            "vs. the first",
+            lambda row: TableCell("-" if row[0] is first else compare_steps(1 + (row[0].slower or 0.0), 1)),
+        ),
+        ("samples/s", lambda row: _figure_cell(row[1].prediction.samples_per_second)),
+        ("MFU", lambda row: share_cell(row[0].mfu)),
+        ("TFLOP/s a GPU", lambda row: _figure_cell(row[0].tflops_per_gpu)),
+        ("tokens/s a GPU", lambda row: _figure_cell(row[0].tokens_per_second_per_gpu)),
+        ("bubble", lambda row: share_cell(row[0].bubble)),
+        ("gap to the bound", lambda row: share_cell(row[0].gap)),
+        ("most memory", lambda row: bytes_cell(row[0].memory_bytes)),
+        ("GPUs", lambda row: count_cell(row[1].device_count)),
+        ("degrees", lambda row: TableCell("-" if row[1].degrees is None else row[1].degrees.describe())),
+        ("schedule", lambda row: TableCell(row[1].schedule)),
+        ("micro-batches", lambda row: TableCell(row[1].short_batch)),
+        ("recompute", lambda row: TableCell((row[1].degrees or row[1]).recompute.replace("_", "-"))),
+        ("balance", lambda row: TableCell("-".join(map(str, row[1].balance[:MOST_PARTS])))),
+        ("machine", lambda row: TableCell(row[1].topology)),
+    ]
+    cells = [[TableCell(name), *map(cell, rows)] for name, cell in lines]
+    used = [line for line in cells if any(cell.text not in ("", "-") for cell in line[1:])]
+    note = " ".join(f"{note[:1].upper()}{note[1:]}." for note in notes)
+    return PageTable("Plans side by side", ["", *(row.name for row, _ in rows)], used, note=note)
+
+
+def _figure_cell(value: float | None) -> TableCell:
+    """Three digits of a figure; `-` where there is none."""
+    return TableCell("-") if value is None else TableCell(three_digits(value), value)
 
 
 def schedule_table(steps: Sequence[tuple[str, float | None, str]], own: float) -> PageTable:

@@ -58,13 +58,13 @@
 
   class TimelineView {
     constructor(canvas, status, transfers) {
-      Object.assign(this, { canvas, status, transfers, model: null, from: 0, to: 1, selected: null });
+      Object.assign(this, { canvas, status, transfers, model: null, axis: 1, from: 0, to: 1, selected: null, together: [this] });
       this.listen();
     }
 
-    show(model) {
-      this.model = model;
-      [this.from, this.to] = [0, model.step || 1];
+    /** Shows a step on an axis that ends with it, or at `axis`. */
+    show(model, axis = model.step || 1) {
+      Object.assign(this, { model, axis, from: 0, to: axis });
       this.selected = null;
       this.canvas.setAttribute("aria-label", `Timeline: ${model.title}, ${formatSeconds(model.step)} a step`);
       this.draw();
@@ -76,22 +76,24 @@
     second(x) { return this.from + (x - LEFT) / (this.width - LEFT - 4) * (this.to - this.from); }
 
     zoom(factor, around) {
-      const step = this.model.step, middle = around ?? (this.from + this.to) / 2;
-      const span = Math.min(step, Math.max(step * 1e-5, (this.to - this.from) * factor));
+      const middle = around ?? (this.from + this.to) / 2;
+      const span = Math.min(this.axis, Math.max(this.axis * 1e-5, (this.to - this.from) * factor));
       const share = (middle - this.from) / (this.to - this.from);
-      this.from = Math.max(0, Math.min(step - span, middle - share * span));
-      this.to = this.from + span;
-      this.draw();
+      this.begin(middle - share * span, span);
     }
 
-    move(seconds) {
-      const span = this.to - this.from;
-      this.from = Math.max(0, Math.min(this.model.step - span, this.from + seconds));
-      this.to = this.from + span;
-      this.draw();
-    }
+    move(seconds) { this.begin(this.from + seconds, this.to - this.from); }
 
-    whole() { [this.from, this.to] = [0, this.model.step]; this.draw(); }
+    whole() { this.begin(0, this.axis); }
+
+    /** Shows so much of the axis from there on, in all views that are shown together. */
+    begin(from, span) {
+      const first = Math.max(0, Math.min(this.axis - span, from));
+      for (const view of this.together) {
+        [view.from, view.to] = [first, first + span];
+        view.draw();
+      }
+    }
 
     colours() {
       const style = getComputedStyle(document.documentElement), colours = {};
@@ -146,8 +148,9 @@
 
     drawRow(context, colours, own, stage) {
       const row = this.rowHeight, y = TOP + stage * row, fill = { F: colours.forward, B: colours.backward, W: colours.weight };
+      const end = Math.min(this.width - 4, this.x(this.model.step));
       context.fillStyle = colours.idle;
-      context.fillRect(LEFT, y, this.width - LEFT - 4, row - 3);
+      if (end > LEFT) context.fillRect(LEFT, y, end - LEFT, row - 3);
       context.fillStyle = colours.text;
       context.font = "11px sans-serif";
       context.textBaseline = "middle";
@@ -221,8 +224,7 @@
       this.selected = [stage, Math.max(0, Math.min(count - 1, i))];
       const at = this.selected[1], span = this.to - this.from;
       if (own.start[at] < this.from || own.end[at] > this.to) {
-        this.from = Math.max(0, Math.min(this.model.step - span, own.start[at] - span / 4));
-        this.to = this.from + span;
+        this.begin(own.start[at] - span / 4, span);
       }
       this.status.textContent = this.describeAction(stage, at);
       this.draw();

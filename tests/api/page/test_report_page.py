@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import unicodedata
@@ -17,8 +18,9 @@ import pytest
 
 import pplan
 from pplan.api.html_report import report
+from pplan.api.page import page_content
 from pplan.api.page.page_content import _costs_origin
-from pplan.cost_models.quantities import format_bytes, format_seconds
+from pplan.cost_models.quantities import format_bytes, format_seconds, percent
 from pplan.planner.plan_file import ProfileReference
 
 HOSTILE = [
@@ -173,9 +175,108 @@ def test_what_is_not_there_is_said(toy: tuple[pplan.Profile, pplan.Plan]) -> Non
         "Sensitivity and what-ifs were not computed",
         "No frontier",
         "The plan was not checked",
-        "Without the profile nothing is simulated",
     ):
         assert words in page
+
+
+def test_no_section_is_empty(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    for html in (report(toy[1]).html, report(toy[1], toy[0], others=[toy[1]]).html):
+        tree = parse(html)
+        links = [link.get("href") for link in tree.findall(".//nav/a")]
+        assert links == [f"#{section.get('id')}" for section in tree.findall(".//main/section")]
+        assert all(len(section) > 1 for section in tree.findall(".//main/section"))
+
+
+def test_plans_side_by_side(toy: tuple[pplan.Profile, pplan.Plan], tmp_path: Path) -> None:
+    """The page's own plan first, all timelines in their own seconds, and machines."""
+    profile, plan = toy
+    profile.save(tmp_path / "toy.profile.json", force=False)
+    others = [planned(profile, balance, 8, "gpipe") for balance in ((3, 3, 4), (10,))]
+    paths = [tmp_path / f"{name}.plan.json" for name in ("gpipe", "one")]
+    for path, own in zip(paths, others, strict=True):
+        reference = own.profile.model_copy(update={"file": "toy.profile.json"})
+        own.model_copy(update={"profile": reference}).save(path, force=False)
+    tree = parse(report(plan, profile, others=paths).html)
+    (table,) = [own for own in tree.findall(".//table") if texts(own.find("caption")) == "Plans side by side"]
+    assert [texts(cell) for cell in table.findall("thead/tr/th")] == [
+        "",
+        "plan 0",
+        "gpipe.plan.json",
+        "one.plan.json",
+    ]
+    rows = {texts(row[0]): [texts(cell) for cell in row[1:]] for row in table.findall("tbody/tr")}
+    every = [plan, *others]
+    assert rows["step"] == [format_seconds(own.prediction.step_seconds) for own in every]
+    assert rows["schedule"] == ["1f1b", "gpipe", "gpipe"]
+    assert rows["GPUs"] == ["3", "3", "1"]
+    assert rows["machine"] == [own.topology for own in every]
+    assert "MFU" not in rows
+    plans = json.loads(tree.find(".//script").text)["plans"]
+    assert [own["timeline"]["step"] for own in plans] == pytest.approx(
+        [own.prediction.step_seconds for own in every]
+    )
+    assert texts(tree.find(".//h2")) == "Answer: plan 0"
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+}
+
+
+def test_a_plan_of_a_configuration_has_a_timeline_and_mfu(tmp_path: Path) -> None:
+    """From the seconds of its stages: the step is the plan's."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    plan = pplan.solve(tmp_path / "config.json", gpus=8, gpu="h100", mini_batch=32, pp=(4,), virtual_stages=2)
+    tree = parse(report(plan).html)
+    timeline = json.loads(tree.find(".//script").text)["timeline"]
+    assert timeline["step"] == pytest.approx(plan.prediction.step_seconds)
+    assert len(timeline["devices"]) == 4
+    figures = {texts(box[0]): texts(box[1]) for box in tree.findall(".//dl/div")}
+    assert figures["MFU"] == percent(plan.prediction.mfu or 0)
+    assert plan.prediction.tflops_per_gpu == pytest.approx(989 * (plan.prediction.mfu or 0), rel=0.01)
+
+
+def colours(dark: bool) -> dict[str, str]:
+    css = (Path(page_content.__file__).parent / "report.css").read_text()
+    light, night = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    pairs = dict(re.findall(r"--([\w-]+): *(#\w+)", light))
+    return pairs | (dict(re.findall(r"--([\w-]+): *(#\w+)", night)) if dark else {})
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, by WCAG 2.1."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_contrast_of_text(dark: bool) -> None:
+    """At least 4.5 to 1; and no stage has the colour of an action."""
+    own = colours(dark)
+    actions = ["forward", "backward", "weight"]
+    pairs = [(text, ground) for text in ("text", "soft", "accent", "over") for ground in ("page", "panel")]
+    pairs += [("warn", "warn-page"), ("text", "idle"), ("on-stage", "stage-0"), ("on-stage", "stage-1")]
+    pairs += [("on-action", action) for action in actions]
+    for text, ground in pairs:
+        one, other = sorted(luminance(own[name]) for name in (text, ground))
+        assert (other + 0.05) / (one + 0.05) >= 4.5, (text, ground)
+    assert not {own["stage-0"], own["stage-1"]} & {own[name] for name in (*actions, "transfer", "sum")}
+
+
+def test_what_can_be_used_is_reached_by_keys(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    tree = parse(report(toy[1], toy[0], others=[toy[1]]).html)
+    scrolled = [own for own in tree.iter("div") if own.get("class") == "scroll"]
+    assert scrolled
+    assert all(own.get("tabindex") == "0" and own.get("aria-label") for own in scrolled)
+    assert all(own.get("tabindex") == "0" for own in tree.iter("canvas"))
+    assert 'make("canvas", { tabindex: "0"' in texts(tree)
 
 
 def test_names_of_options_are_marked_as_code(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
