@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
+from math import inf
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +119,14 @@ def published_schedules_alone() -> Iterator[None]:
     yield
     for name in SCHEDULES.keys() - PUBLISHED:
         del SCHEDULES[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def explanations_without_a_clock() -> Iterator[None]:
+    """Explanations in full, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pplan.planner.explanation.explain_context.MOST_SECONDS", inf)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def import_plan(
 
     >>> import pplan
     >>> pplan.import_plan("5,4", "gpt.profile.json", mini_batch=64, micro_batches=16, schedule="gpipe")
-    <Plan of gpt: 2 stages of 5-4 layers, gpipe, 16 x 4, 822 ms a step>
+    <Plan of gpt: 2 stages of 5-4 layers, gpipe, 16 micro-batches x 4, 822 ms a step>
 
     A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
     the topology).

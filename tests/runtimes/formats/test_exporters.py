@@ -197,7 +197,7 @@ def test_the_best_usable_alternative_is_taken(make_plan: MakePlan, alternative: 
     assert written["mini_batch"] == written["chunks"] * written["micro_batch_size"] == 4
     assert written["devices"] == ["cuda:0", "cuda:1"]
     assert remark is not None
-    for part in ["its schedule is 1f1b", "balance 2,8", "gpipe", "2 micro-batches of 2", "0.6 s", "0.5 s"]:
+    for part in ["its schedule is 1f1b", "balance 2,8", "gpipe", "2 micro-batches x 2", "0.6 s", "0.5 s"]:
         assert part in remark
 
 
