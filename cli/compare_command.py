@@ -18,7 +18,8 @@ from ..cost_models.quantities import (
     percent,
     three_digits,
 )
-from .output import AsJson, choose_input
+from ..cost_models.text_files import REPORT
+from .output import AsJson, Force, choose_input, choose_target
 from .streams import console, remark, result, waiting
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ Watts = Annotated[
 ]
 
 
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Also write the page of `pplan report` about the plans."
+    ),
+]
+
+
 LONGEST_WHOLE = 20
 """Characters of a name that is not folded: of any planner's."""
 
@@ -88,6 +97,8 @@ def compare_command(
     profile_file: ProfileFile = None,
     fail_above: FailAbove = None,
     watts: Watts = None,
+    output: Page = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare plans side by side, or with those of other planners.
@@ -106,12 +117,23 @@ def compare_command(
             f"compare --profile {profile_file}: without --planners",
             "The figures of several plans are those in their files: omit it, or give --planners.",
         )
+    target = None
+    if output is not None:
+        target = choose_target(output, "", force=force, kind=REPORT)
+        target.check(*paths)
     with waiting("Asking the planners" if profile_file is not None else "Reading the plans"):
         comparison = compare(*paths, profile=profile_file, watts=watts)
     if as_json:
         result(comparison.to_json())
     else:
         print_comparison(comparison, console())
+    if target is not None:
+        from ..api.html_report import find_beside, report
+
+        with waiting("Making the page"):
+            page = report(paths[0], find_beside(paths[0]).profile, others=paths[1:])
+        target.write_text(page.html)
+        remark(f"Wrote {target.path}")
     _print_result(comparison, fail_above)
 
 

@@ -4,7 +4,6 @@ change it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -167,17 +166,15 @@ def _print_runner_ups(explanation: Explanation, console: Console) -> None:
     ]
     if explanation.as_fast is not None:
         rivals.insert(0, _OtherPlan("as fast", explanation.as_fast, "", None))
-    names: Column[_OtherPlan] = text("differs in", lambda row: row.name, min_width=12)
-    _print_others(names, rivals, explanation.plan, console, title="Runner-up plans")
+    _print_others("differs in", rivals, explanation.plan, console, min_width=12, title="Runner-up plans")
 
 
 def _print_what_if(explanation: Explanation, console: Console) -> None:
     changes = [_OtherPlan(row.change, row.plan, row.reason, row.proven) for row in explanation.what_if]
     summary = explanation.plan
     same = [row for row in changes if row.plan and _is_same(row.plan, summary)]
-    names: Column[_OtherPlan] = word("change", lambda row: row.name)
     others = [row for row in changes if row not in same]
-    _print_others(names, others, summary, console, title="What-if (one change at a time)")
+    _print_others("change", others, summary, console, title="What-if (one change at a time)")
     if same:
         line(console, f"As fast as now: {', '.join(row.name for row in same)}.")
 
@@ -187,12 +184,18 @@ def _is_same(other: PlanRow, summary: PlanRow) -> bool:
 
 
 def _print_others(
-    names: Column[_OtherPlan], rows: Sequence[_OtherPlan], summary: PlanRow, console: Console, *, title: str
+    heading: str,
+    rows: Sequence[_OtherPlan],
+    summary: PlanRow,
+    console: Console,
+    *,
+    title: str,
+    min_width: int | None = None,
 ) -> None:
     """Print a table of the plans, and a line with what has none."""
     pairs = [(row, row.plan) for row in rows if row.plan is not None]
     columns: list[Column[tuple[_OtherPlan, PlanRow]]] = [
-        replace(names, cell=lambda pair: names.cell(pair[0])),
+        Column(heading, lambda pair: pair[0].name, min_width=min_width),
         number("step", lambda pair: pair[1].step_seconds, format_seconds),
         text(
             "vs. this plan",

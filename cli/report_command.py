@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,8 @@ def report_command(
     from ..cost_models.text_files import REPORT
     from .streams import remark, waiting
 
-    path, *others = [choose_input(file, ("plan",)) for file in plan_files or [None]]
+    files: Sequence[Path | None] = plan_files or [None]
+    path, *others = [choose_input(file, ("plan",)) for file in files]
     beside = find_beside(path)
     profile = profile_file or beside.profile
     if profile is not None:

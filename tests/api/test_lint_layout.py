@@ -235,7 +235,7 @@ def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
     assert main(["lint", best, *command]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "The layout is as fast as that." in printed
-    assert " 1 micro-batch of 1," in printed
+    assert " 1 micro-batch x 1," in printed
 
 
 def test_the_predictors_that_are_asked_for() -> None:

@@ -52,6 +52,17 @@ def test_table(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> No
     golden(f"compare_{width}.txt", console.text)
 
 
+@pytest.mark.usefixtures("files")
+def test_the_page_has_all_plans(run: Run, here: Path) -> None:
+    for command in (["compare", "a.plan.json", "b.plan.json"], ["report", "b.plan.json", "a.plan.json"]):
+        ran = run(*command, "-o", "page.html", "--force")
+        assert ran.status == 0, ran.err
+        page = (here / "page.html").read_text()
+        assert f"Answer: <bdi>{command[1]}</bdi>" in page
+        assert "2 plans</bdi>" in page
+    assert run("compare", "a.plan.json", "b.plan.json", "-o", "page.html").status == 2
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_names_of_planners_are_whole(plan: Plan, width: int, terminal: Terminal) -> None:
     made = pplan.compare(plan, with_step(plan, 0.52))

@@ -223,7 +223,7 @@ def comparison_table(rows: Sequence[tuple[ComparisonRow, Plan]], notes: Sequence
     ]
     cells = [[TableCell(name), *map(cell, rows)] for name, cell in lines]
     used = [line for line in cells if any(cell.text not in ("", "-") for cell in line[1:])]
-    note = " ".join(f"{note[:1].upper()}{note[1:]}." for note in notes)
+    note = "".join(f"{note}. " for note in notes)
     return PageTable("Plans side by side", ["", *(row.name for row, _ in rows)], used, note=note)
 
 
