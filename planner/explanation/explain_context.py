@@ -132,7 +132,7 @@ def simulate_candidate(problem: Problem, plan: ScoredPlan) -> Timeline:
     return simulate(assembly.program, assembly.costs())
 
 
-MOST_SECONDS = 6.0
+MOST_SECONDS = 5.0
 """Processor time of an explanation, after which no further search begins."""
 SECONDS = 1.0
 """Time limit in seconds of the search for each answer, as `PlanOptions.time_limit`."""
