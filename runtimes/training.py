@@ -32,6 +32,7 @@ def build(
     loss_reduction: Literal["mean", "sum"] = "mean",
     device: str | None = None,
     layer_names: Sequence[str] | None = None,
+    sync_batch_norm: bool = False,
     **options: Any,
 ) -> Training:
     """Build a model for training by a plan. Every process of the job calls it.
@@ -53,6 +54,8 @@ def build(
         loss_reduction: What `loss_fn` returns: the "mean" over samples, or a "sum".
         device: "cpu" or "cuda". None: the plan's.
         layer_names: Names of the layers in the profile, where the model does not know them.
+        sync_batch_norm: Batch norms normalise a micro-batch over all replicas of its stage, which with
+            torchgpipe and FairScale is one.
         options: Those of the runtime's own `build` (mesh, replicate, tensor_parallel), and for torchgpipe
             and FairScale `deferred_batch_norm`.
 
@@ -73,6 +76,7 @@ def build(
         loss_reduction=loss_reduction,
         device=device,
         layer_names=layer_names,
+        sync_batch_norm=sync_batch_norm,
         builders={"torch": torch_pipelining.build, "deepspeed": deepspeed.build},
         start=deepspeed.start,
         **options,

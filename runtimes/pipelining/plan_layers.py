@@ -523,7 +523,7 @@ def check_groups(layers: nn.Sequential, stages: int) -> None:
         if stages > 1 and isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             raise ExportError(
                 f"{name} is a SyncBatchNorm of all processes: those of other stages never reach it",
-                "Give it the process group of its stage's replicas, or use nn.BatchNorm.",
+                "Use nn.BatchNorm, and build the training with sync_batch_norm=True.",
             )
 
 

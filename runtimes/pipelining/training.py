@@ -34,6 +34,7 @@ from ...cost_models.errors import UsageError
 from ...profiler.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from ...profiler.user_model import ModelInput
 from ..documents import BuiltExport, DeepspeedExport, PipeExport, TorchExport
+from .batch_norms import join_batch_norms
 from .checkpoints import (
     TAG,
     ModelTensors,
@@ -73,6 +74,7 @@ def build_training(
     loss_reduction: Reduction = "mean",
     device: str | None = None,
     layer_names: Sequence[str] | None = None,
+    sync_batch_norm: bool = False,
     builders: Mapping[str, Callable[..., Any]],
     start: Callable[[str], object],
     **options: Any,
@@ -100,6 +102,8 @@ def build_training(
     training.make_optimizer, training.start_deepspeed = optimizer, start
     training.build_stages = builders.get(document.runtime)
     training.construct(layers, example, device, **options)
+    if sync_batch_norm and training.groups.replicas is not None:
+        join_batch_norms(training.modules, training.groups.replicas)
     if optimizer is not None and not training.has_optimizer:
         training.optimizer = optimizer([{"params": training.parameters()}])
     return training

@@ -48,6 +48,9 @@ class Case:
     autocast: bool = False
     scale: float = 0.0
     zero: int = 0
+    micro_batches: int = 0
+    """Of a batch of 8 samples; 0: four for all replicas."""
+    sync: bool = False
     checkpoint: str = ""
     reloads: bool = False
     """The model of the build is another; `load_state_dict` gives its weights."""
@@ -73,6 +76,8 @@ CASES = [
     Case("replicas-text", "text", replicas=2, reduction="sum", runtimes=("torch", "deepspeed")),
     Case("zero", replicas=2, zero=1, adam=True, runtimes=("torch",)),
     Case("zero-text", "text", replicas=2, zero=1, reduction="sum", runtimes=("torch",)),
+    # Whole batches: what every replica normalises is what the plain model does.
+    Case("sync-norm", "norm", 1, replicas=2, micro_batches=1, sync=True, runtimes=("torch", "deepspeed")),
     Case("four-stages", "text", 4, (3, 3, 3, 1), reduction="sum", runtimes=("torch", "deepspeed")),
 ]
 TWICE = [
@@ -94,8 +99,8 @@ def case_file(case: Case, runtime: str, make_plan: MakePlan, folder: Path) -> di
     plan = make_plan(
         sizes,
         schedule="gpipe" if one else case.schedule,
-        micro_batches=4 // case.replicas,
-        micro_batch_size=2 * case.replicas,
+        micro_batches=(count := case.micro_batches or 4 // case.replicas),
+        micro_batch_size=8 // count,
         replicas=[case.replicas] * case.stages,
         recompute="never" if case.recompute == "offload" else case.recompute,
         zero=case.zero,
@@ -119,6 +124,7 @@ def case_file(case: Case, runtime: str, make_plan: MakePlan, folder: Path) -> di
         "scale",
         "first",
         "reloads",
+        "sync",
     )
     row = {name: getattr(case, name) for name in names} | {"file": str(path)}
     single = runtime == "deepspeed" or case.checkpoint

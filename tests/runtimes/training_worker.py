@@ -197,6 +197,7 @@ def start(case: dict[str, Any], dtype: torch.dtype) -> Training:
             optimizer=optimizer_of(case),
             loss_reduction=case["reduction"],
             device="cpu",
+            sync_batch_norm=case["sync"],
         )
     if case["reloads"]:
         training.load_state_dict(state)
