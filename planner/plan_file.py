@@ -504,7 +504,9 @@ class ProfileReference(Record):
     tensor_parallel: DeviceCount = 1
     """Devices that share every layer: each device of the plan stands for this many."""
     undivided_outputs: list[str] = []
-    """Tensors of the model's output without samples in dimension 0."""
+    """Tensors of the model's output that hold no samples in dimension 0."""
+    has_batch_norms: bool = False
+    """Whether some layer is a batch norm. Those inside larger layers are not known."""
 
 
 def _read_options(value: Any) -> Any:

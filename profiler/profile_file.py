@@ -556,7 +556,7 @@ class Profile(Document):
             backward_input_seconds=table("backward_input_seconds") if self.has_parts else None,
             backward_weight_seconds=table("backward_weight_seconds") if self.has_parts else None,
             accumulation_seconds=np.array([layer.accumulation_seconds or 0.0 for layer in self.layers]),
-            batch_norms=tuple(layer.name for layer in self.layers if layer.kind.startswith("BatchNorm")),
+            batch_norms=self.batch_norms,
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
@@ -594,6 +594,11 @@ class Profile(Document):
             if own.bytes is not None
         ]
         return tuple(sorted(weights, key=lambda own: own.layers[0]))
+
+    @property
+    def batch_norms(self) -> tuple[str, ...]:
+        """Names of layers that normalise each micro-batch by itself."""
+        return tuple(layer.name for layer in self.layers if layer.kind.startswith("BatchNorm"))
 
     def _spread(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
         """Of every layer at every size; None where nothing was timed twice: an estimate, say, or an import.

@@ -171,6 +171,8 @@ class PipeExport(ExportDocument):
     """Micro-batches."""
     checkpoint: Checkpoint
     """Which micro-batches are recomputed."""
+    deferred_batch_norm: bool = False
+    """Whether running statistics of batch norms are those of global batches."""
     granularity: str = "block"
     """How the model is cut into layers."""
 
@@ -200,7 +202,8 @@ class PipeExport(ExportDocument):
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the constructor."""
-        return self.model_dump(include={"balance", "devices", "chunks", "checkpoint"})
+        names = {"balance", "devices", "chunks", "checkpoint", "deferred_batch_norm"}
+        return self.model_dump(include=names)
 
 
 class TorchgpipeExport(PipeExport):

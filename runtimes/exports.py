@@ -240,6 +240,7 @@ def export_pipe(request: ExportRequest) -> tuple[PipeExport, Remarks]:
         "devices": ["cpu" if on_cpu else f"cuda:{number}" for number in choice.ranks],
         "chunks": choice.micro_batches,
         "checkpoint": choice.part_recompute[0],
+        "deferred_batch_norm": request.plan.profile.has_batch_norms,
         "granularity": request.plan.profile.granularity,
     }
     document = cast(type[PipeExport], document_class(request.runtime.name))(**request.fields, **arguments)

@@ -99,6 +99,7 @@ def _reference(profile: Profile, file: str, sha: str) -> ProfileReference:
         device=profile.device,
         tensor_parallel=profile.tensor_parallel,
         undivided_outputs=[str(output) for output in profile.outputs if not output.has_samples],
+        has_batch_norms=bool(profile.batch_norms),
     )
 
 

@@ -46,6 +46,15 @@ def test_every_runtime_has_a_document_an_export_and_an_import() -> None:
         assert callable(getattr(imports, row.reader))
 
 
+@pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
+def test_batch_norms_are_deferred(make_plan: MakePlan, runtime: str) -> None:
+    profile = {"file": "p.json", "sha256": "0", "has_batch_norms": True}
+    document, _ = export(runtime, make_plan([3, 5], schedule="gpipe", profile=profile))
+    assert isinstance(document, PipeExport)
+    assert document.deferred_batch_norm
+    assert document.arguments()["deferred_batch_norm"] is True
+
+
 def test_unknown_runtime_names_the_known_ones(make_plan: MakePlan) -> None:
     with pytest.raises(UsageError, match="torchpipe") as caught:
         export("torchpipe", make_plan([4, 6]))
@@ -71,6 +80,7 @@ def test_a_gpipe_plan_is_exported_as_it_is(make_plan: MakePlan, runtime: str, re
         "devices": ["cuda:0", "cuda:1", "cuda:2"],
         "chunks": 8,
         "checkpoint": recompute,
+        "deferred_batch_norm": False,
         "granularity": "block",
         "made_by": content(document)["made_by"],
     }
