@@ -63,6 +63,7 @@ from ..runtimes.checking.records import (
 from ..runtimes.choice import choose
 from ..runtimes.documents import BuiltExport, TorchExport
 from ..runtimes.exports import export_on
+from ..runtimes.loggers import Logger, make_logger
 from ..runtimes.trainer_words import INSTEAD
 from .check_options import CheckOptions
 from .load import PlanAndProfile, as_plan, check_layers, plan_of_profile, profile_and_reference
@@ -154,8 +155,14 @@ def check_plan(
     notes += [*_crowding_note(job), *serial_note(job.cases[0]), *_device_note(profile, device, options)]
     notes += [*_memory_note(job)]
     corrections = None if options.calibration is None else Calibration.load(options.calibration).corrections
+    logger = None if options.log is None else make_logger(options.log)
     measurements = run(job)
-    return None if measurements is None else _build_check(measurements, cases, job, corrections, name, notes)
+    if measurements is None:
+        return None
+    check = _build_check(measurements, cases, job, corrections, name, notes)
+    if logger is not None:
+        log_check(check, logger)
+    return check
 
 
 def _crowding_note(job: Job) -> list[str]:
@@ -326,6 +333,26 @@ def _cross_validation(
         for case in checked
     ]
     return CrossValidation(cases=held_out)
+
+
+def log_check(check: Check, logger: Logger) -> None:
+    """Log the plan's case: its steps; seconds of its stages and memory of its devices at the last step."""
+    case = check.of_plan
+    for number, seconds in enumerate(case.step_seconds):
+        logger(
+            number,
+            {"step/predicted_seconds": case.expected_step_seconds, "step/measured_seconds": seconds},
+        )
+    scalars: dict[str, float] = {}
+    for index, stage in enumerate(case.stages):
+        for source, own in (("predicted", stage.planned), ("measured", stage.measured)):
+            scalars[f"stage_{index}/{source}_forward_seconds"] = own.forward
+            scalars[f"stage_{index}/{source}_backward_seconds"] = own.backward
+    for device in case.devices:
+        scalars[f"memory/device_{device.device}_predicted_bytes"] = device.expected_bytes
+        if device.measured_bytes is not None:
+            scalars[f"memory/device_{device.device}_measured_bytes"] = device.measured_bytes
+    logger(len(case.step_seconds) - 1, scalars)
 
 
 def run_here(job: Job, on_progress: OnProgress = lambda *_: None) -> CheckMeasurements | None:

@@ -33,9 +33,9 @@ class CheckOptions(Options):
     each, or what there is enough of. `emulate`: the stages wait as long as the plan says they compute.
     `even`: the even split of as many stages runs beside it. `calibrate`: other schedules run first,
     overhead, link and slowdown are fitted to them, and the fit is kept only if it improves the prediction of
-    cases that were not fitted; `calibration`: a file of what was fitted before. `steps`:
-    how many are timed. `timeout`: seconds after which a step that does not end is given up (None: 120, or
-    several times what it is predicted to take).
+    cases that were not fitted; `calibration`: a file of what was fitted before. `steps`: how many are timed.
+    `log`: where scalars are written to. `timeout`: seconds after which a step that does not end is given up
+    (None: 120, or several times what it is predicted to take).
     """
 
     model: str | None = option(
@@ -88,6 +88,12 @@ class CheckOptions(Options):
     )
     calibration: Converted[str | Path | None, Path | None] = option(
         None, arguments.optional_path, "Corrections that an earlier `calibrate` wrote.", "FILE"
+    )
+    log: str | None = option(
+        None,
+        arguments.optional_word,
+        "Write the scalars to TensorBoard, W&B or MLflow: tensorboard:FOLDER, wandb[:PROJECT], mlflow.",
+        "LOGGER",
     )
     steps: int = option(5, arguments.whole, "Steps that are timed.", "N", least=1)
     timeout: float | None = option(

@@ -16,6 +16,7 @@ import gc
 import math
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from ...cost_models.errors import UsageError
 from ...profiler.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from ...profiler.user_model import ModelInput
 from ..documents import BuiltExport, DeepspeedExport, PipeExport, TorchExport
+from ..loggers import Logger, make_logger
 from .batch_norms import join_batch_norms
 from .checkpoints import (
     TAG,
@@ -185,6 +187,31 @@ class TrainingGroups:
         return values
 
 
+class StepLog:
+    """The lines of a training. `logger`: None in processes that write none."""
+
+    def __init__(self, logger: Logger | None, every: int) -> None:
+        self.logger, self.every = logger, every
+        self._steps, self._line, self._since = 0, 0, time.perf_counter()
+
+    def is_due(self) -> bool:
+        """Count a step; return whether a line is to be written."""
+        self._steps += 1
+        return self._steps % self.every == 0
+
+    def write(self, loss: float, predicted_seconds: float, peaks: Sequence[int | None]) -> None:
+        """Write a line; the first says no seconds: its steps were slower."""
+        now, since, self._line = time.perf_counter(), self._since, self._line + 1
+        self._since = now
+        if self.logger is None:
+            return
+        scalars = {"loss": loss, "step/predicted_seconds": predicted_seconds}
+        if self._line > 1:
+            scalars["step/measured_seconds"] = (now - since) / self.every
+        scalars |= {f"memory/process_{i}_bytes": peak for i, peak in enumerate(peaks) if peak is not None}
+        self.logger(self._steps, scalars)
+
+
 class Training(ABC):
     """A model that is trained by a plan; use `build` to make one.
 
@@ -222,6 +249,7 @@ class Training(ABC):
         self._starts_distributed = False
         self._autocast = {kind: _autocast_dtype(kind) for kind in ("cpu", "cuda")}
         self._dtype: torch.dtype | None = None
+        self._log: StepLog | None = None
 
     @abstractmethod
     def construct(
@@ -282,7 +310,35 @@ class Training(ABC):
             self._train(input, target, samples, weight, factor)
         if scaler is not None:
             self._share_overflow()
-        return self._total()
+        total = self._total()
+        self._log_step(total)
+        return total
+
+    def log_to(self, logger: str | Logger, *, every: int = 10) -> None:
+        """Log the loss, the step's seconds as measured and as the plan predicts, and peak memory.
+
+        Seconds are those between steps, the update included. Memory is that of CUDA's allocator, by process
+        of this pipeline.
+
+        Args:
+            logger: "tensorboard:FOLDER", "wandb", "wandb:PROJECT", "mlflow", or what is called with the
+                number of a step and its scalars by name. The main process writes.
+            every: Steps from one line to the next, of which means are taken.
+
+        Raises:
+            UsageError: The name is unknown.
+            MachineError: The package is not installed.
+        """
+        write = make_logger(logger) if isinstance(logger, str) and self.is_main else logger
+        self._log = StepLog(write if callable(write) else None, every)
+
+    def _log_step(self, loss: Tensor) -> None:
+        if self._log is None or not self._log.is_due():
+            return
+        is_cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else None
+        peaks = self.groups.gather(peak, self.groups.pipeline)
+        self._log.write(loss.item(), self.document.step_seconds, peaks)
 
     def eval(self, input: object, target: object = None, *, divisor: float | Tensor | None = None) -> Any:
         """Run the forward of any number of samples in evaluation mode, without gradients.

@@ -177,6 +177,37 @@ def test_a_plan_and_the_even_split(
         assert device.error == pytest.approx(device.expected_bytes / 2**30 - 1)
 
 
+def test_scalars_are_logged(
+    run: Run, here: Path, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for every step, and one of stages and memory."""
+    lines: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setattr(
+        "pplan.api.check.make_logger", lambda _: lambda step, scalars: lines.append((step, scalars))
+    )
+    plan = planned()
+    assert run("check", "--log", "tensorboard:runs", "--save").status == 0
+    found = Check.load(here / "toy.check.json").of_plan
+    assert [line["step/measured_seconds"] for _, line in lines[:-1]] == found.step_seconds
+    assert {line["step/predicted_seconds"] for _, line in lines[:-1]} == {found.predicted_step_seconds}
+    assert len(jobs) == 1
+    step, last = lines[-1]
+    assert step == len(found.step_seconds) - 1
+    assert last["stage_1/predicted_forward_seconds"] == pytest.approx(plan.stages[1].forward_seconds)
+    assert last["stage_1/measured_backward_seconds"] == found.stages[1].measured.backward
+    assert last["memory/device_1_predicted_bytes"] == found.devices[1].expected_bytes
+    assert last["memory/device_1_measured_bytes"] == 2**30
+
+
+def test_a_wrong_logger_ends_before_anything_runs(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job]
+) -> None:
+    planned()
+    ran = run("check", "--log", "csv:runs")
+    assert (ran.status, jobs) == (2, [])
+    assert "logger 'csv:runs' is not known" in ran.err
+
+
 def test_a_long_check_says_how_long_and_waits_for_its_steps(
     run: Run, planned: Callable[..., Plan], jobs: list[Job]
 ) -> None:
