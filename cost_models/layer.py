@@ -186,6 +186,8 @@ class Chain:
     spread: Vector | None = None
     """Interquartile range of a layer's forward + backward over the median, shape (layers, sizes); None: not
     known."""
+    whole_spread: Vector | None = None
+    """The same of the whole model, shape (sizes,): noise from pass to pass that all layers share."""
     tied: tuple[TiedWeight, ...] = ()
     """Weights that several layers use, where cuts between these are allowed."""
     largest_parameters: Vector | None = None
@@ -288,11 +290,18 @@ class Chain:
 
     def uncertainty_at(self, size: float) -> float | None:
         """Share by which seconds at `size` may be off: the larger of both measured sizes it lies between."""
-        if self.uncertainty is None:
+        return self._larger(self.uncertainty, size)
+
+    def whole_spread_at(self, size: float) -> float | None:
+        """Spread of the whole model at `size`: the larger of both measured sizes it lies between."""
+        return self._larger(self.whole_spread, size)
+
+    def _larger(self, by_size: Vector | None, size: float) -> float | None:
+        if by_size is None:
             return None
         right = min(int(np.searchsorted(self.sizes, size)), len(self.sizes) - 1)
         exact = self.sizes[right] == size
-        return float(self.uncertainty[right if exact else max(right - 1, 0) : right + 1].max())
+        return float(by_size[right if exact else max(right - 1, 0) : right + 1].max())
 
     def spread_at(self, size: float) -> Vector | None:
         """(layers,): the spread at `size`, on the line between the two sizes it lies between; outside the

@@ -33,7 +33,7 @@ from .plan_file import (
     ProfileReference,
     plan_shape,
 )
-from .plan_options import PlanOptions
+from .plan_options import ASYNCHRONOUS, PlanOptions
 from .plan_simulation import (
     list_prediction_limits,
     optimizer_note,
@@ -342,9 +342,14 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
     shares = [share for share in off if share is not None]
     interval = None
     if problem.space.has_spread:
-        from .robust import estimate_interval  # most profiles have no spread
+        from .robust import SHARED_MEMORY, estimate_interval  # most profiles have no spread
 
         interval = estimate_interval(problem.space, best)
+        noise = max((own for size in sizes if (own := problem.chain.whole_spread_at(size))), default=None)
+        shares_memory = problem.device == "cpu" and problem.options.seconds_of is None
+        if interval is not None and best.config.schedule not in ASYNCHRONOUS:
+            is_shared = shares_memory and best.proposal.device_count > 1
+            interval = interval.widened(step, noise, SHARED_MEMORY * is_shared)
     update = optimizer_step(assemble_candidate(problem.space, best), best.config.micro_batches)
     return Prediction(
         step_seconds=step,

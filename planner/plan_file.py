@@ -347,11 +347,12 @@ class Prediction(_PlanPart):
     def interval(self) -> tuple[float, float] | None:
         """Wider interval of [low, high] and step ± uncertainty, in seconds. None if neither is known."""
         error = (self.uncertainty or 0.0) * self.step_seconds
+        low, high = max(self.step_seconds - error, 0.0), self.step_seconds + error
         if self.low_seconds is None or self.high_seconds is None:
-            return (self.step_seconds - error, self.step_seconds + error) if error else None
-        if self.high_seconds - self.low_seconds < 2 * error:
-            return self.step_seconds - error, self.step_seconds + error
-        return self.low_seconds, self.high_seconds
+            return (low, high) if error else None
+        if not error:  # both ends may lie above the step
+            return self.low_seconds, self.high_seconds
+        return min(low, self.low_seconds), max(high, self.high_seconds)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -282,6 +282,11 @@ def _part(costs: Costs, first: int, end: int) -> Costs:
 
 LOW, HIGH = 10, 90
 """Percentiles of the step."""
+TENTH = 1.2815515655446004
+"""The 90th percentile of the standard normal distribution."""
+SHARED_MEMORY = 0.12
+"""Share by which a step on processors may be longer, because its processes share the bandwidth of memory and
+caches: of 10 measured steps one was longer than that (docs/lab/benchmarks.md)."""
 ONE_BY_ONE = 200_000
 """Most actions that are simulated if draws cannot be simulated together, and the least number of draws."""
 FEWEST = 40
@@ -299,6 +304,25 @@ class DrawnSteps:
     mean_seconds: float
     low_seconds: float
     high_seconds: float
+
+    def widened(self, step_seconds: float, whole_spread: float | None, contention: float) -> DrawnSteps:
+        """Include what the draws of single layers do not know.
+
+        Args:
+            step_seconds: The step of the layers' medians.
+            whole_spread: Spread of the whole model from pass to pass, which all layers share.
+            contention: Share by which processes that share a processor may take longer.
+
+        Returns:
+            The steps with the widest of these intervals.
+        """
+        noise = np.exp(np.arcsinh((whole_spread or 0.0) / 2) / QUARTILE * TENTH)
+        highest = step_seconds * max(float(noise), 1 + contention)
+        return replace(
+            self,
+            low_seconds=min(self.low_seconds, step_seconds / float(noise)),
+            high_seconds=max(self.high_seconds, highest),
+        )
 
     @classmethod
     def of(cls, steps: Floats) -> DrawnSteps:

@@ -560,6 +560,7 @@ class Profile(Document):
             scales_with_samples=self.scales_with_samples,
             uncertainty=self._uncertainty(),
             spread=self._spread(),
+            whole_spread=self._whole_spread(),
             tied=self._tied(),
             largest_parameters=self._largest_parameters(),
             shared_buffers=self._shared_buffers(),
@@ -618,6 +619,13 @@ class Profile(Document):
             whole = np.maximum(np.sum(both, axis=0), SHORTEST_PASS)
             spreads[-2] = (spreads[-2:] * both).sum(axis=0) / whole
         return spreads[: len(self.layers)]
+
+    def _whole_spread(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+        """The spread of the whole model at every size; None where it was timed once."""
+        spreads = {whole.micro_batch_size: whole.spread for whole in self.whole}
+        values = [spreads.get(size) for size in self.micro_batch_sizes]
+        known = [value for value in values if value is not None]
+        return np.array(known, dtype=np.float64) if len(known) == len(values) else None
 
     def _uncertainty(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
         """How far the closing ratio is from 1 at every size; None where one has none."""

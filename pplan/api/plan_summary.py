@@ -157,12 +157,12 @@ def _states(plan: Plan) -> str:
 def step_interval(prediction: Prediction) -> str:
     """Return the widest interval of the step that is known, as `80 % interval 12.1 to 12.9 ms`.
 
-    There are two: that of draws of the layers' times, and the error of their sum against the whole model.
+    It includes draws of the layers' times, and the error of their sum against the whole model.
     Empty where neither is known, or where it would print as the step itself.
     """
     step, error = prediction.step_seconds, prediction.uncertainty or 0.0
-    low, high = prediction.low_seconds, prediction.high_seconds
-    if low is None or high is None or high - low < 2 * error * step:
+    low, high = prediction.interval or (step, step)
+    if max(step - low, high - step) <= error * step * (1 + 1e-9):
         return f"± {whole_percent(error)}" if error >= _LEAST_ERROR else ""
     first, last = format_seconds(low), format_seconds(high)
     if first == last == format_seconds(step):
