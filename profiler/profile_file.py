@@ -623,9 +623,9 @@ class Profile(Document):
     def _whole_spread(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
         """The spread of the whole model at every size; None where it was timed once."""
         spreads = {whole.micro_batch_size: whole.spread for whole in self.whole}
-        values = [spreads.get(size) for size in self.micro_batch_sizes]
-        known = [value for value in values if value is not None]
-        return np.array(known, dtype=np.float64) if len(known) == len(values) else None
+        values = [own for size in self.micro_batch_sizes if (own := spreads.get(size)) is not None]
+        is_complete = len(values) == len(self.micro_batch_sizes)
+        return np.array(values, dtype=np.float64) if is_complete else None
 
     def _uncertainty(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
         """How far the closing ratio is from 1 at every size; None where one has none."""

@@ -102,10 +102,17 @@ def test_the_check_of_another_plan_is_refused(here: Path, profile: Profile) -> N
                     "predicted_step_seconds": 1.0,
                     "step_seconds": [1.0],
                     "stages": [stage | dict.fromkeys(("planned", "measured"), seconds)],
+                    "devices": [
+                        {"device": 0, "planned_bytes": 3 << 30, "measured_bytes": 1 << 30}
+                        | {"unseen": {"reserve": 1 << 30}}
+                    ],
                 }
             ],
         }
     )
-    assert "predicted were" in pplan.report(here / "one.plan.json", check=check).html
+    page = pplan.report(here / "one.plan.json", check=check).html
+    assert "predicted were" in page
+    assert "Peak memory, the ledger against a measured step" in page
+    assert "+100.0 %" in page
     with pytest.raises(UsageError, match="check: it is of one"):
         pplan.report(here / "two.plan.json", check=check)

@@ -258,8 +258,8 @@ class CheckedTraining:
             return [0] * len(self.devices)
         input_bytes = sum(tensor.nbytes for tensor in batch.tensors)
         if kinds == {"cpu"}:
-            kept = [tensor for module in training.modules for tensor in lasting(module)]
-            with LiveBytes("cpu", [*kept, *batch.tensors]) as meter:
+            tensors = [tensor for module in training.modules for tensor in lasting(module)]
+            with LiveBytes("cpu", [*tensors, *batch.tensors]) as meter:
                 train()
                 between()
                 gc.collect()
