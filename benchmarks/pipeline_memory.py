@@ -62,7 +62,8 @@ def rows(name: str, processes: int, schedule: str, recompute: str, optimizer: st
     profile = pplan.profile(
         model, micro_batch_sizes=[SIZE], device="cpu", budget_seconds=1.0, loss="cross-entropy", **options
     )
-    counts = balance(np.array([layer.parameter_bytes + 1.0 for layer in profile.layers]), processes)
+    weights = np.array([layer.parameter_bytes + 1.0 for layer in profile.layers])
+    counts = balance(weights, processes, cut_after=profile.chain().cut_after)
     plan = pplan.import_plan(
         ",".join(map(str, counts)),
         profile,

