@@ -406,7 +406,7 @@ class CheckCase:
             micro_batches=self.plan.micro_batches,
             micro_batch_size=self.plan.micro_batch_size,
             predicted_step_seconds=self.predicted_step_seconds,
-            calibrated_step_seconds=corrections and predict_seconds(self.case, corrections),
+            calibrated_step_seconds=None if corrections is None else predict_seconds(self.case, corrections),
             step_seconds=result.ran.step_seconds,
             stages=[
                 CheckedStage(

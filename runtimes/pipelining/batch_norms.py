@@ -25,7 +25,7 @@ def join_batch_norms(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> 
             if isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 kind: Any = type(norm)
                 norm.__class__ = type(f"Joined{kind.__name__}", (_JoinedNorm, kind), {})
-                norm.replicas = group
+                norm.__dict__["replicas"] = group
 
 
 class _JoinedNorm(nn.Module):
@@ -44,7 +44,7 @@ class _JoinedNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in evaluation mode with running statistics as any batch norm."""
         if not self.training and self.running_mean is not None:
-            as_usual: Tensor = super().forward(input)  # type: ignore[misc]
+            as_usual: Tensor = super().forward(input)
             return as_usual
         self._check_input_dim(input)
         values = input if input.dtype == torch.float64 else input.float()

@@ -98,8 +98,10 @@ def test_batch_norms_get_samples_if_that_costs_little(
     assert outcome.notes[0].startswith(f"micro-batches of {size} samples, for the batch norms: 0.")
     assert not outcome.result.exact
     assert outcome.result.bound_seconds <= fastest_plan.step_seconds * (1 + 1e-9)
-    for options in ({"min_micro_batch": 1}, {"micro_batches": mini_batch}):
-        free = replace(problem, options=replace(problem.options, **options))
-        assert step_time(free).notes == ()
+    for options in (
+        replace(problem.options, min_micro_batch=1),
+        replace(problem.options, micro_batches=mini_batch),
+    ):
+        assert step_time(replace(problem, options=options)).notes == ()
     plain = replace(problem, chain=replace(problem.chain, batch_norms=()))
     assert step_time(plain).best == fastest_plan

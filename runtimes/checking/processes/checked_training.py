@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ....profiler.clocks import Clock, clock_for
-from ....profiler.memory import LiveBytes, lasting
+from ....profiler.memory import CpuAllocations, LiveBytes, lasting, sees_kernels
 from ....profiler.torch_private import tree_leaves
 from ....profiler.user_model import ModelInput
 from ...documents import PipeExport, TorchExport
@@ -259,13 +259,20 @@ class CheckedTraining:
         input_bytes = sum(tensor.nbytes for tensor in batch.tensors)
         if kinds == {"cpu"}:
             tensors = [tensor for module in training.modules for tensor in lasting(module)]
-            with LiveBytes("cpu", [*tensors, *batch.tensors]) as meter:
+            with LiveBytes("cpu", [*tensors, *batch.tensors]) as live:
                 train()
                 between()
                 gc.collect()
-                meter.mark()
-                train()
-                peak = meter.peak_in(meter.mark())
+                held = live.held_after(live.mark())
+                if not sees_kernels(self.devices[0]):
+                    train()
+                    peak = live.peak_in(live.mark())
+            if sees_kernels(self.devices[0]):  # what they allocate for themselves counts, too
+                with CpuAllocations(()) as allocations:
+                    allocations.mark()
+                    train()
+                    interval = allocations.mark()
+                peak = held + allocations.peak_in(interval)
             shared = self.case.replicas > 1 and training.is_first
             return [peak - input_bytes - shared * input_bytes // self.case.replicas]
         train()
