@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adam")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    torch.set_num_threads(1)  # as each process of a check: kernels take more memory with more threads
     too_low = False
     print(f"{'model':<12} {'schedule':<8} {'recompute':<9} {'device':>6} {'ledger':>9} {'measured':>9} error")
     with tempfile.TemporaryDirectory() as cache:
