@@ -61,7 +61,7 @@ TABLES = {
 """Of each table its command, and the headings that every width shows."""
 LONG = (
     "solve.solve sweep.sweep solve.frontier explain.explain explain.compare explain.replan "
-    "degrees.solve_configuration lint.lint_layout simulate.simulate_files"
+    "degrees.solve_configuration lint_layout.check_layout simulate.simulate_files"
 )
 """What works the tables' figures out: once for all widths."""
 
