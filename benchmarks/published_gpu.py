@@ -1,25 +1,25 @@
-"""Steps of Megatron-LM that others measured, predicted: python benchmarks/published_gpu.py FOLDER [--fit]
+"""Steps of Megatron-LM that others measured, predicted: python benchmarks/published_gpu.py FOLDER
 
 FOLDER holds `cases_b200.json`, `kernels_b200.csv` and `links_b200.json`: steps, kernels and links measured on
 one node of eight B200 (SimuMax release v1.2, https://github.com/MooreThreads/SimuMax, Apache-2.0). Each step
-is predicted from the model's sizes, the degrees of parallelism, the kernels and the links; `Overheads` are
-the two figures that were fitted, to all of the steps. `--fit` fits them without each of the degrees, and to
-half of the degrees, twice, and prints the errors of the steps that they were not fitted to: those are what
-to expect of other steps. Its GB/s are of 2^30 bytes, and its FLOPs of attention those of the whole square,
-as the scripts that measured them count (`simu_tools/efficency_test`).
+is predicted from the model's sizes, the degrees of parallelism, the kernels and the links. Fitted are
+`Overheads.slowdown` for the seconds, and for the memory the bytes that libraries keep (`LIBRARIES`,
+`EXPERT_LIBRARIES`). The table has the errors with pplan's figures, and those of each model, and of each of
+the degrees, with figures fitted to the others: those are what to expect of other steps. `--rows` leaves out
+each row of the tables of kernels. The folder's GB/s are of 2^30 bytes, and its FLOPs of attention those of
+the whole square, as the scripts that measured them count (`simu_tools/efficency_test`).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pplan.cost_models.transformer.kernel_table import NEIGHBOURS, CollectiveName, KernelTable, row_flops
 from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
@@ -31,8 +31,8 @@ from pplan.cost_models.transformer.training_step import StepEstimate, estimate_s
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 
 GIB = 2**30
-FITTED = ("tp1pp2", "tp4pp1", "tp1ep8pp1")
-"""The degrees of one half of the steps."""
+SLOWDOWNS = [1 + number * 0.0025 for number in range(61)]
+"""Those that are tried."""
 
 
 @dataclass(frozen=True)
@@ -113,43 +113,76 @@ def load_costs(folder: Path) -> RankCosts:
     return RankCosts(limits, own, table)
 
 
-def with_overheads(costs: RankCosts, overheads: Overheads) -> RankCosts:
-    return RankCosts(costs.limits, costs.links, costs.table, overheads)
-
-
-def errors(cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts) -> list[float]:
-    """Of the seconds, relative."""
+def seconds_errors(
+    cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts, overheads: Overheads
+) -> list[float]:
+    """Relative errors of the seconds."""
+    own = replace(costs, overheads=overheads)
     return [
-        predict(case, models[case["model"]], costs).step_seconds * 1e3 / case["step_ms"] - 1 for case in cases
+        predict(case, models[case["model"]], own).step_seconds * 1e3 / case["step_ms"] - 1 for case in cases
     ]
 
 
 def fit(cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts) -> Overheads:
-    """The overheads with the least squares of the relative errors, of a grid."""
-    grid = itertools.product(
-        [number * 1e-5 for number in range(11)],
-        [number * 1e-4 for number in range(21)],
-    )
-    choices = [Overheads(*values) for values in grid]
-    return min(choices, key=lambda own: sum(e * e for e in errors(cases, models, with_overheads(costs, own))))
+    """Return the overheads with the least squares of the relative errors."""
+    choices = [replace(costs.overheads, slowdown=each) for each in SLOWDOWNS]
+    return min(choices, key=lambda own: sum(e * e for e in seconds_errors(cases, models, costs, own)))
 
 
-def print_errors_of_others(
-    cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts
-) -> None:
-    """Of the steps to which the overheads were not fitted: each half of the degrees, and each of them."""
-    degrees = list(dict.fromkeys(case["parallel"] for case in cases))
-    print_errors(
-        "nothing fitted", [abs(e) for e in errors(cases, models, with_overheads(costs, Overheads(3e-5, 0.0)))]
-    )
-    for kept in (FITTED, tuple(each for each in degrees if each not in FITTED)):
-        print_errors(f"fitted to {', '.join(kept)}", left_out_errors(cases, models, costs, kept))
-    left = [
-        error
-        for out in degrees
-        for error in left_out_errors(cases, models, costs, [each for each in degrees if each != out])
+def stages_without_libraries(case: Mapping[str, Any], estimate: StepEstimate) -> list[tuple[float, float]]:
+    """Bytes of each stage that were measured, and those of its ledger without what libraries keep."""
+    ranks = list(case["peak_allocated_mb_by_rank"].values())
+    size = len(ranks) // len(estimate.stages)
+    return [
+        (max(ranks[place * size : (place + 1) * size]) * 2**20, stage.bytes - stage.ledger["libraries"])
+        for place, stage in enumerate(estimate.stages)
     ]
-    print_errors("each of the degrees left out in turn", left)
+
+
+def memory_errors(
+    cases: Sequence[Mapping[str, Any]],
+    models: Mapping[str, Any],
+    costs: RankCosts,
+    kept: Sequence[Mapping[str, Any]],
+) -> list[float]:
+    """Relative errors of the fullest device's memory, with the libraries' bytes of the steps that are kept.
+
+    Those are the mean of the steps without experts, or of those with; of the others where none is kept, and 0
+    without any.
+    """
+    left: dict[bool, list[float]] = {False: [], True: []}
+    for case in kept:
+        stages = stages_without_libraries(case, predict(case, models[case["model"]], costs))
+        left[case["ep"] > 1] += [measured - predicted for measured, predicted in stages]
+    found = []
+    for case in cases:
+        stages = stages_without_libraries(case, predict(case, models[case["model"]], costs))
+        own = left[case["ep"] > 1] or left[case["ep"] == 1] or [0.0]
+        libraries = statistics.mean(own)
+        found.append((max(each for _, each in stages) + libraries) / (case["peak_allocated_gib"] * GIB) - 1)
+    return found
+
+
+class LeftOut(NamedTuple):
+    """Relative errors of steps to which nothing was fitted, by the steps' names."""
+
+    seconds: dict[str, float]
+    memory: dict[str, float]
+
+
+def leave_out(
+    key: str, cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts
+) -> LeftOut:
+    """Fit to all steps but those that share a value of a key with one, for each of its values."""
+    errors = LeftOut({}, {})
+    for value in dict.fromkeys(case[key] for case in cases):
+        kept = [case for case in cases if case[key] != value]
+        out = [case for case in cases if case[key] == value]
+        names = [case["case"] for case in out]
+        own = seconds_errors(out, models, costs, fit(kept, models, costs))
+        errors.seconds.update(zip(names, own, strict=True))
+        errors.memory.update(zip(names, memory_errors(out, models, costs, kept), strict=True))
+    return errors
 
 
 def print_left_out_rows(table: KernelTable, bandwidth: float) -> None:
@@ -169,15 +202,8 @@ def print_left_out_rows(table: KernelTable, bandwidth: float) -> None:
         print(f"  {kind} ({len(rows)} rows): {text}")
 
 
-def left_out_errors(
-    cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts, kept: Sequence[str]
-) -> list[float]:
-    own = fit([case for case in cases if case["parallel"] in kept], models, costs)
-    rest = [case for case in cases if case["parallel"] not in kept]
-    return [abs(error) for error in errors(rest, models, with_overheads(costs, own))]
-
-
-def print_errors(what: str, own: Sequence[float]) -> None:
+def print_errors(what: str, errors: Iterable[float]) -> None:
+    own = [abs(error) for error in errors]
     print(f"{what}: median {statistics.median(own):.2%}, worst {max(own):.2%}")
 
 
@@ -186,7 +212,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--rows", action="store_true", help="leave out each row of the tables of kernels")
     options = parser.parse_args()
     published = json.loads((options.folder / "cases_b200.json").read_text())
@@ -195,28 +220,34 @@ def main() -> None:
     if options.rows:
         for name, bandwidth in (("kernels_b200.csv", 8000 * GIB), ("kernels_a100_pcie.csv", 1935e9)):
             print_left_out_rows(load_kernel_table(options.folder / name), bandwidth)
-    if options.fit:
-        print_errors_of_others(cases, models, costs)
+    by_model, by_degrees = (leave_out(key, cases, models, costs) for key in ("model", "parallel"))
+    seconds = seconds_errors(cases, models, costs, costs.overheads)
+    peaks = [predict(case, models[case["model"]], costs).peak_bytes / GIB for case in cases]
+    memory = [peak / case["peak_allocated_gib"] - 1 for peak, case in zip(peaks, cases, strict=True)]
     print(
-        f"{'model':12} {'degrees':22} {'m':>3} {'measured ms':>11} {'predicted':>9} {'error':>7} {'peer':>7}"
-        f"  {'GiB':>6} {'predicted':>9} {'error':>7} {'peer':>7}"
+        f"{'':40} {'seconds':^41} {'memory':^40}\n{'model':12} {'degrees':22} {'m':>3} {'ms':>7} "
+        f"{'error':>7} {'model':>7} {'degrees':>7} {'peer':>7}   {'GiB':>6} "
+        f"{'error':>7} {'model':>7} {'degrees':>7} {'peer':>7}"
     )
-    seconds, memory = [], []
-    for case in cases:
-        estimate = predict(case, models[case["model"]], costs)
+    for case, of_seconds, of_memory in zip(cases, seconds, memory, strict=True):
         degrees = ParallelDegrees(case["tp"], case["cp"], case["ep"], case["pp"], case["dp"])
-        step, peak = estimate.step_seconds * 1e3, estimate.peak_bytes / GIB
-        measured_step, measured_peak = case["step_ms"], case["peak_allocated_gib"]
-        seconds.append(step / measured_step - 1)
-        memory.append(peak / measured_peak - 1)
+        name, step, peak = case["case"], case["step_ms"], case["peak_allocated_gib"]
         print(
-            f"{case['model']:12} {degrees.describe():22} {case['micro_batches']:3} {measured_step:11.1f} "
-            f"{step:9.1f} {seconds[-1]:+7.1%} {case['peer_step_ms'] / measured_step - 1:+7.1%}  "
-            f"{measured_peak:6.2f} {peak:9.2f} {memory[-1]:+7.2%} "
-            f"{case['peer_alloc_gib'] / measured_peak - 1:+7.2%}"
+            f"{case['model']:12} {degrees.describe():22} {case['micro_batches']:3} {step:7.1f} "
+            f"{of_seconds:+7.1%} {by_model.seconds[name]:+7.1%} {by_degrees.seconds[name]:+7.1%} "
+            f"{case['peer_step_ms'] / step - 1:+7.1%}   {peak:6.2f} "
+            f"{of_memory:+7.2%} {by_model.memory[name]:+7.2%} {by_degrees.memory[name]:+7.2%} "
+            f"{case['peer_alloc_gib'] / peak - 1:+7.2%}"
         )
-    for what, errors_of_it in (("seconds", seconds), ("memory", memory)):
-        print_errors(what, [abs(error) for error in errors_of_it])
+    print_errors("seconds", seconds)
+    print_errors("seconds, each model left out", by_model.seconds.values())
+    print_errors("seconds, each of the degrees left out", by_degrees.seconds.values())
+    nothing = replace(costs.overheads, slowdown=1.0)
+    print_errors("seconds, nothing fitted", seconds_errors(cases, models, costs, nothing))
+    print_errors("memory", memory)
+    print_errors("memory, each model left out", by_model.memory.values())
+    print_errors("memory, each of the degrees left out", by_degrees.memory.values())
+    print_errors("memory, libraries not counted", memory_errors(cases, models, costs, []))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from ..cost_models.document import (
     ZeroStage,
 )
 from ..cost_models.errors import UsageError
-from ..cost_models.memory import RECOMPUTES, check_stage_word, count_first_layers
+from ..cost_models.memory import MEMORY_ERROR, RECOMPUTES, check_stage_word, count_first_layers
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.quantities import (
     MOST_DEVICES,
@@ -754,6 +754,18 @@ class Plan(PlanShape, Document):
     def device_count(self) -> int:
         """Number of devices that the plan uses."""
         return len({device for stage in self.stages for device in stage.devices})
+
+
+def most_memory_bytes(stage: PlannedStage) -> float:
+    """Return the memory up to which a stage of a configuration's plan is not refused.
+
+    It is the limit of its device, with the share by which the estimate may be too high. Infinite where the
+    limit is not known.
+    """
+    if stage.memory_limit_bytes is None:
+        return float("inf")
+    context = stage.memory.get("context", 0)
+    return context + (stage.memory_limit_bytes - context) * (1 + MEMORY_ERROR)
 
 
 def _devices(stage: PlannedStage) -> str:

@@ -63,6 +63,24 @@ class LayerBytes(LayerSeconds):
         and of one that comes back."""
         return work.workspace + (3 * work.offload.copied if self.setting.recompute == "offload" else 0.0)
 
+    @cached_property
+    def _head_bytes(self) -> float:
+        """Bytes at the peak of the head: the scores of all predictors are alive at once."""
+        return (1 + self.setting.predictors) * self.head.saved + self.head.workspace
+
+    @cached_property
+    def _embedding_bytes(self) -> float:
+        """Bytes while the embedding's backward runs: the gradients of its result and of its whole weight in
+        bfloat16. What the first (virtual) stage saved of the micro-batch is free then."""
+        return self._boundary + NUMBER * self._table
+
+    def _sent_gradient(self, device: int) -> float:
+        """Bytes of the gradient that a device sent to the one before.
+
+        Megatron-LM's schedule holds it until it has the next one.
+        """
+        return self._boundary if device else 0.0
+
     def saved_by_run(self, ends: np.ndarray, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """Of a stage without virtual stages, by the blocks that it begins with and ends before (2, runs):
         bytes that it keeps of a micro-batch for backward, and those besides while a backward runs. What
@@ -82,8 +100,10 @@ class LayerBytes(LayerSeconds):
             saved = saved + self.setting.predictors * self._predictor_saved
             space = np.maximum(space, self._predictor_workspace)
         if stage == self.degrees.pipeline - 1:
-            space = np.maximum(space, (1 + self.setting.predictors) * self.head.saved)
-        return saved, space
+            space = np.maximum(space, self._head_bytes)
+        if stage == 0:
+            space = np.maximum(space, self._embedding_bytes - saved)
+        return saved, space + self._sent_gradient(stage)
 
     def seconds_between(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of a micro-batch, forward and backward, in the blocks from one place up to another, without what

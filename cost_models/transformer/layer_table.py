@@ -17,9 +17,12 @@ from .training_setting import TrainingSetting, block_ranges, chunks_in_flight, c
 from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
-LIBRARIES = 0.22e9
-"""Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
-steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
+LIBRARIES, EXPERT_LIBRARIES = 0.06e9, 0.33e9
+"""Bytes that cuBLAS, cuDNN and Transformer Engine keep, and those more with experts (Transformer Engine has
+four workspaces for their grouped products; the rest is not explained).
+
+They are what is left of the memory of the published B200 steps when all else is taken off: 0.05 to 0.07 GB in
+five stages of Llama, 0.36 to 0.44 GB in three of DeepSeek-V2."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LayerTable(LayerBytes):
         other = copy(self)
         other.setting, other._bytes = setting, {}
         names = ("fewest_blocks", "least_block_seconds", "whole_seconds", "_fixed_parts_by_slot")
-        for name in (*names, "_fixed_seconds_by_slot"):
+        for name in (*names, "_fixed_seconds_by_slot", "_head_bytes"):
             other.__dict__.pop(name, None)
         return other
 
@@ -95,10 +98,12 @@ class LayerTable(LayerBytes):
             "workspace": max(
                 *map(self._backward_bytes, blocks),
                 self._predictor_workspace if self._has_predictors(device) else 0.0,
-                (1 + self.setting.predictors) * self.head.saved if last else 0.0,
-            ),
+                self._head_bytes if last else 0.0,
+                self._embedding_bytes - saved[0] if device == 0 else 0.0,
+            )
+            + self._sent_gradient(device),
             "placeholders": self._placeholders(blocks, self._has_predictors(device)),
-            "libraries": LIBRARIES,
+            "libraries": self._libraries,
         }
 
     def _gathered_parameters(self, blocks: Sequence[range], device: int) -> float:
@@ -168,7 +173,7 @@ class LayerTable(LayerBytes):
         saved, space = self.saved_by_run(ends, stage)
         activations = alive * saved
         saved = activations / alive
-        total = states + activations + space + placeholders + LIBRARIES
+        total = states + activations + space + placeholders + self._libraries
         return update, total - saved * alive, saved
 
     def _fixed_columns(self, ends: np.ndarray, stage: int) -> np.ndarray:
@@ -246,12 +251,13 @@ class LayerTable(LayerBytes):
 
     def _beside_bytes(self, kinds: tuple[bool, ...], device: int) -> float:
         predicts, last = self._has_predictors(device), device == self.degrees.pipeline - 1
-        key = kinds, predicts, last, self._all_again, self.setting.predictors
+        key = kinds, predicts, last, device == 0, self._all_again, self.setting.predictors
         if key not in self._beside:
-            self._beside[key] = self._beside_with(kinds, predicts, last)
+            self._beside[key] = self._beside_with(kinds, predicts, device)
         return self._beside[key]
 
-    def _beside_with(self, kinds: Sequence[bool], predicts: bool, last: bool) -> float:
+    def _beside_with(self, kinds: Sequence[bool], predicts: bool, device: int) -> float:
+        last = device == self.degrees.pipeline - 1
         places = [self.shape.routed.index(kind) for kind in kinds]
         spaces = [self._workspace(self.blocks[kind]) for kind in kinds]
         if self._all_again:
@@ -260,9 +266,13 @@ class LayerTable(LayerBytes):
             # What runs again may need less, where more blocks follow it.
             spaces = [min(map(self._workspace, self.blocks.values()))] if kinds else []
         spaces.append(self._predictor_workspace if predicts else 0.0)
-        spaces.append((1 + self.setting.predictors) * self.head.saved if last else 0.0)
+        spaces.append(self._head_bytes if last else 0.0)
         tables = self._placeholders([range(place, place + 1) for place in places], predicts)
-        return max(spaces) + tables + LIBRARIES
+        return max(spaces) + self._sent_gradient(device) + tables + self._libraries
+
+    @property
+    def _libraries(self) -> float:
+        return LIBRARIES + EXPERT_LIBRARIES * any(self.shape.routed)
 
     @cached_property
     def _block_states(self) -> dict[bool, float]:
@@ -280,15 +290,25 @@ class LayerTable(LayerBytes):
         names = ("gradients", "optimizer") if self.reshards else ("weights", "gradients", "optimizer")
         return sum(ledger[name] for name in names)
 
-    def peak_room(self, device: int, memory_bytes: float) -> tuple[np.ndarray, float]:
-        """Micro-batches in flight at each peak in each virtual stage of a device, and the bytes that it has
-        at most for blocks: their states, and what they keep of these micro-batches. Negative where the device
-        does not fit without a block, or with one that it must have."""
+    def peak_room(self, device: int, memory_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the micro-batches in flight at each peak in each virtual stage of a device, and its room.
+
+        The room of a peak is the bytes that the device has at most for blocks: their states, and what they
+        keep of these micro-batches. It is negative where the device does not fit without a block, or with one
+        that it must have. On the first device the peaks of the embedding's backward follow, when the first
+        virtual stage has one micro-batch less.
+        """
         space = memory_bytes * (1 + 1e-9) - self._states(device, 0)
         room = space - min(self._beside_bytes((kind,), device) for kind in self.blocks)
         if not any(self.fewest_blocks[device :: self.degrees.pipeline]):
             room = min(space - self._beside_bytes((), device), max(room, 0.0))
-        return np.array(self._chunks_in_flight(device), dtype=np.float64), room
+        peaks = np.array(self._chunks_in_flight(device), dtype=np.float64)
+        rooms = np.full(len(peaks), room)
+        if device == 0:
+            after = peaks - np.eye(1, peaks.shape[1])
+            peaks = np.concatenate([peaks, after])
+            rooms = np.append(rooms, np.full(len(after), space - self._embedding_bytes - self._libraries))
+        return peaks, rooms
 
     def block_bytes(self, kind: bool, *, again: bool) -> tuple[float, float]:
         """Of a block, with experts or without, whose forward runs again or does not: its states, and what it

@@ -115,13 +115,17 @@ class DeviceLimits:
 class Overheads:
     """What a training loop adds to kernels that were measured one by one.
 
-    `gap`: seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass
-    of a layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
-    measured steps of Megatron-LM on B200 (docs/solving.md): on other machines they are assumptions.
+    Attributes:
+        gap: Seconds from the end of a pass over memory to the next kernel. The default is the latency of such
+            an operation in the published table of B200 links. In a layer with experts the host waits to know
+            how many tokens each takes, is no longer ahead of the device, and every kernel has this gap.
+        slowdown: Seconds of a product or of attention in a training loop over those of a table, where it ran
+            alone (perhaps a device that computes without a break lowers its clock). The default was fitted to
+            18 measured steps of Megatron-LM on B200 (docs/solving.md); elsewhere it is an assumption.
     """
 
-    gap: float = 60e-6
-    dispatch: float = 8e-4
+    gap: float = 30e-6
+    slowdown: float = 1.06
 
 
 class PassSeconds(NamedTuple):
@@ -157,9 +161,12 @@ class RankCosts:
         """Of the forward and the backward of a layer, one kernel after another."""
         key = work, degrees.tensor, degrees.context, degrees.expert
         if key not in self._passes:
-            wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
+            waits = work.exchanges_tokens
             self._passes[key] = PassSeconds(
-                self._sum(work.forward, degrees) + wait, self._sum(work.backward, degrees) + wait
+                *(
+                    self._sum(kernels, degrees) + waits * self._launch_seconds(kernels)
+                    for kernels in (work.forward, work.backward)
+                )
             )
         return self._passes[key]
 
@@ -169,6 +176,10 @@ class RankCosts:
 
     def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
         return sum(self.kernel_seconds(kernel, degrees) for kernel in kernels)
+
+    def _launch_seconds(self, kernels: Iterable[Kernel]) -> float:
+        """Gaps after kernels other than passes over memory, whose seconds include theirs."""
+        return self.overheads.gap * sum(not isinstance(kernel, MemoryPass) for kernel in kernels)
 
     def kernel_seconds(self, kernel: Kernel, degrees: ParallelDegrees) -> float:
         """Of one kernel, on a device of these degrees."""
@@ -188,7 +199,8 @@ class RankCosts:
             case _:
                 share = kernel.attended if isinstance(kernel, AttentionKernel) else 1.0
                 if self.table is not None and self.table.knows(kernel):
-                    return share * self.table.seconds(kernel, self.limits.bandwidth)
+                    own = self.table.seconds(kernel, self.limits.bandwidth)
+                    return share * self.overheads.slowdown * own
                 return share * self.limits.product_seconds(kernel)
 
 

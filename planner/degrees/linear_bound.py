@@ -272,8 +272,7 @@ class DivisionProgramme:
         layers, stages = self.layers, self.layers.degrees.pipeline
         needs, rooms = [], []
         for device in range(stages) if np.isfinite(memory_bytes) else ():
-            peaks, room = layers.peak_room(device, memory_bytes)
-            for peak in peaks:
+            for peak, room in zip(*layers.peak_room(device, memory_bytes), strict=True):
                 need = np.zeros((len(self._rows), layers.slots))
                 parts = (layers.block_bytes(kind, again=mode) for kind, mode in self._rows)
                 need[:, device::stages] = [states + saved * peak for states, saved in parts]

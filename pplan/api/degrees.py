@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..cost_models.machines import (
     device_preset,
     host_bandwidth,
 )
-from ..cost_models.memory import FRAGMENTATION_RESERVE
+from ..cost_models.memory import FRAGMENTATION_RESERVE, MEMORY_ERROR
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..cost_models.topology import UNKNOWN_DEVICE, Topology
 from ..cost_models.topology_file import ProfiledDevice, make_topology
@@ -35,7 +35,7 @@ from ..planner.degrees.degree_plan import build_degree_plan
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
-from ..planner.plan_file import Plan
+from ..planner.plan_file import Plan, PlannedStage
 from .configuration import Configuration
 from .machine import count_gpus
 from .provenance import made_by
@@ -73,7 +73,12 @@ def solve_configuration(config: Configuration, machine: MachineOptions, options:
     answer = find_degrees(config.shape, options, costed)
     plan = costed.plan(answer)
     reference = plan.profile.model_copy(update={"file": config.file, "sha256": config.sha256})
-    update = {"profile": reference, "notes": _notes(answer), "made_by": made_by(MadeBy())}
+    update = {
+        "profile": reference,
+        "warnings": memory_warnings(plan.stages),
+        "notes": _notes(answer),
+        "made_by": made_by(MadeBy()),
+    }
     return plan.model_copy(update=update)
 
 
@@ -145,14 +150,31 @@ def _with_memory(error: InfeasibleError, topology: Topology) -> InfeasibleError:
 
 
 def usable_bytes(topology: Topology) -> float:
-    """What the ledger of a device may add up to: its memory without the process's context, and without the
-    share that the caching allocator cannot use."""
+    """Return the most that the ledger of a device may add up to.
+
+    That is its memory without the process's context, and without the share that the caching allocator cannot
+    use, but with the share by which a ledger may be too high.
+    """
     device = topology.device(0)
     if device.memory_bytes is None:
         return float("inf")
     context = device_context(device.name)
     memory_bytes = device.memory_bytes - (0 if context is None else context.value)
-    return memory_bytes / (1 + FRAGMENTATION_RESERVE)
+    return memory_bytes / (1 + FRAGMENTATION_RESERVE) * (1 + MEMORY_ERROR)
+
+
+def memory_warnings(stages: Sequence[PlannedStage]) -> list[str]:
+    """Warn of a device whose ledger is above its memory by less than the ledger's error."""
+    stage = max(stages, key=lambda own: own.memory_bytes)
+    limit = stage.memory_limit_bytes
+    if limit is None or stage.memory_bytes <= limit:
+        return []
+    context = stage.memory.get("context", 0)
+    return [
+        f"a device needs {format_bytes(stage.memory_bytes)} of its {format_bytes(limit)}: more by less than "
+        f"the estimate's error of {MEMORY_ERROR:.1%}, so it may run out of memory; leave room with "
+        f"memory='{(context + (limit - context) / (1 + MEMORY_ERROR)) / 2**30:.2f}GiB'"
+    ]
 
 
 def build_machine(machine: MachineOptions) -> Topology:
@@ -295,9 +317,14 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         if answer.assumed_kernels:
             notes.append(_assumed_note(answer, answer.costs.table, shares))
     notes.append(
-        f"as fitted to a training loop on B200, {format_seconds(overheads.gap)} follow each pass over memory "
-        f"and each pass of a layer with experts waits for {format_seconds(overheads.dispatch)}"
+        f"as measured on B200, {format_seconds(overheads.gap)} follow each pass over memory, and each kernel "
+        "of a layer with experts"
     )
+    if answer.costs.table is not None:
+        notes.append(
+            f"as fitted to a training loop on B200, the table's products take {overheads.slowdown - 1:.0%} "
+            "longer"
+        )
     notes.append(
         "not modelled: overlap of the communication inside a layer with computing (but a ring's with its "
         "attention), experts that get unequal numbers of tokens, expert-tensor parallelism"

@@ -21,7 +21,7 @@ from ..cost_models.text_files import KEY, decode_text, is_unchanged, read_bytes
 from ..cost_models.topology_file import ProfiledDevice, make_topology, parse_topology
 from ..planner.cut_limits import limit_cuts
 from ..planner.plan_degrees import SAME
-from ..planner.plan_file import TIE, Baseline, Plan, PlanRow, ProfileReference
+from ..planner.plan_file import TIE, Baseline, Plan, PlanRow, ProfileReference, most_memory_bytes
 from ..profiler.profile_file import Profile
 from .load import check_is_plan, profile_and_reference, profile_next_to
 
@@ -442,13 +442,14 @@ def _check_memory(check: _Checks, inputs: _Inputs) -> None:
             kinds = {topology.device(device).memory_bytes for device in stage.devices}
             limits = [size for size in (*kinds, plan.options.memory_limit) if size is not None]
             check.same(f"memory_limit_bytes {of_stage}", limit, int(min(limits)) if limits else None)
-        check.at_most(
-            f"memory {of_stage}, above its limit", total, inf if lacking or limit is None else limit
-        )
-        offloads, most = inputs.modes[number] == OFFLOAD, plan.options.host_memory_bytes
+        most = inf if lacking or limit is None else limit
+        if plan.training is not None and not lacking:
+            most = most_memory_bytes(stage)
+        check.at_most(f"memory {of_stage}, above its limit", total, most)
+        offloads, host = inputs.modes[number] == OFFLOAD, plan.options.host_memory_bytes
         check.require(f"host_bytes {of_stage}", (stage.host_bytes is not None) == offloads)
         check.at_most(
-            f"host_bytes {of_stage}, above the limit", stage.host_bytes or 0, inf if most is None else most
+            f"host_bytes {of_stage}, above the limit", stage.host_bytes or 0, inf if host is None else host
         )
 
 

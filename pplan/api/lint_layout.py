@@ -20,10 +20,10 @@ from ..planner.degrees.degree_combinations import virtual_stage_numbers
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
-from ..planner.plan_file import Plan, PlannedStage
+from ..planner.plan_file import Plan, PlannedStage, most_memory_bytes
 from ..runtimes.degree_exports import degree_request
 from ..runtimes.imports import split_layout
-from .degrees import configuration_notes, machine_costs, read_options, read_shape
+from .degrees import configuration_notes, machine_costs, memory_warnings, read_options, read_shape
 from .plan_summary import describe_degrees
 
 EVEN = "even"
@@ -76,8 +76,8 @@ class LayoutReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan's memory is within the device's."""
-        return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+        """Whether the plan's memory is within the device's, or above it by less than the estimate's error."""
+        return all(stage.memory_bytes <= most_memory_bytes(stage) for stage in self.ranks)
 
     @property
     def agrees(self) -> bool:
@@ -297,4 +297,6 @@ def _with_estimate(
         best = costed.plan(search_degrees(shape, gpus, costs, same, limit, candidate))
     except (InfeasibleError, UsageError):
         best = None
-    return replace(report, plan=costed.plan(alone), best=best)
+    report = replace(report, plan=costed.plan(alone), best=best)
+    warnings = memory_warnings(report.ranks) if report.fits else []
+    return replace(report, remarks=(*warnings, *report.remarks))

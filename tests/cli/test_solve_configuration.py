@@ -472,7 +472,7 @@ SMALL = MODEL | {
 
 
 @pytest.mark.parametrize(
-    ("gpus", "mini_batch", "memory"), [(4, 3, "800MB"), (1, 1, "100MB"), (2, 2, "0.7GiB")]
+    ("gpus", "mini_batch", "memory"), [(4, 3, "600MB"), (1, 1, "100MB"), (2, 2, "0.5GiB")]
 )
 def test_the_memory_that_is_said_to_fit(
     config: Path, capsys: pytest.CaptureFixture[str], gpus: int, mini_batch: int, memory: str

@@ -174,8 +174,10 @@ def test_what_stands_before_and_behind_the_blocks(degrees: ParallelDegrees) -> N
     own.forward.append(2 * 2 * logits)
     own.backward.append(2 * 2 * logits)
     agree(head, own)
-    assert head.saved == pytest.approx(own.saved + 2 * logits + 4 * logits)
-    assert head.workspace == pytest.approx(2 * part)
+    assert head.saved == pytest.approx(own.saved + 2 * logits)
+    rows = padded_vocabulary(GROUPED, degrees.tensor) / degrees.tensor
+    gathered = whole + part if degrees.tensor > 1 else 0
+    assert head.workspace == pytest.approx(2 * (rows * GROUPED.hidden + whole + gathered))
 
     predictor, own = predictor_work(GROUPED, degrees, TOKENS), Passes()
     for _ in range(2):

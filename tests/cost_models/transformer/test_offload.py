@@ -50,7 +50,7 @@ def costs_with(host: float, flops: float = 1e15) -> RankCosts:
     return RankCosts(
         DeviceLimits(flops, 3e12),
         TopologyLinks(TOPOLOGY),
-        overheads=Overheads(0.0, 0.0),
+        overheads=Overheads(0.0),
         host_bandwidth=host,
     )
 

@@ -105,7 +105,7 @@ def clocked(topology: Topology, kernel: RingAttention, ranks: range, attention: 
 @pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e11])
 def test_seconds_are_those_of_a_clock(tensor: int, context: int, bandwidth: float) -> None:
     topology = two_level_topology(Device("GPU", None), 8, 4, Link(bandwidth, 1e-6), Link(bandwidth / 4, 5e-6))
-    costs = RankCosts(DeviceLimits(1e12, 1e11), TopologyLinks(topology), overheads=Overheads(0.0, 0.0))
+    costs = RankCosts(DeviceLimits(1e12, 1e11), TopologyLinks(topology), overheads=Overheads(0.0))
     degrees = ParallelDegrees(tensor, context, exchange="ring")
     shape = replace(SHAPE, attention=AttentionShape(8, 4, 32, 32))
     work = block_work(shape, False, degrees, TOKENS)

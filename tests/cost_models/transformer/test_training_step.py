@@ -17,11 +17,13 @@ from published_gpu import MeasuredLinks
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import Device, Link, two_level_topology
+from pplan.cost_models.transformer.block_kernels import block_work
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import (
     AttentionKernel,
     GroupedMatmul,
     Matmul,
+    MemoryPass,
 )
 from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.cost_models.transformer.layer_work import Tokens
@@ -85,7 +87,21 @@ def test_memory_of_published_runs(
     shape: TransformerShape, degrees: ParallelDegrees, stage: int, measured_gib: float
 ) -> None:
     estimate = estimate_step(shape, degrees, TrainingSetting(8, Tokens(4096)), COSTS)
-    assert estimate.stages[stage].bytes / GIB == pytest.approx(measured_gib, rel=1e-2)
+    assert estimate.stages[stage].bytes / GIB == pytest.approx(measured_gib, rel=2e-3)
+
+
+def test_workspace_of_wide_models() -> None:
+    """Beside one block the vocabulary's table decides. The head's backward holds its weight's empty gradient,
+    with the logits, the norm's input and result, and the gradients of its input and of what was sent; the
+    embedding's backward holds the gradient of the whole table, when that micro-batch's activations are free.
+    """
+    wide = replace(LLAMA, hidden=16384, feed_forward=1024, routed=(False,) * 2)
+    estimate = estimate_step(wide, ParallelDegrees(pipeline=2), TrainingSetting(8, Tokens(1024)), COSTS)
+    first, last = (stage.ledger["workspace"] for stage in estimate.stages)
+    rows, tokens = 128256, 1024
+    assert last == 2 * (rows * 16384 + rows * tokens + (2 + 1 + 1) * tokens * 16384)
+    kept = estimate.stages[1].ledger["activations"]
+    assert first == 2 * (rows * 16384 + tokens * 16384) - kept
 
 
 KERNELS = """operation,shape,peak_tflops,efficiency
@@ -134,17 +150,41 @@ COLLECTIVES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("micro_batches", "measured"), [(4, 0.7255), (8, 1.3870), (32, 5.3765)])
 def test_seconds_of_published_runs(micro_batches: int, measured: float, tmp_path: Path) -> None:
-    """On two tensor-parallel devices, with the overheads that were fitted to the steps of other degrees.
-    GB/s are of 2^30 bytes."""
+    """On two tensor-parallel devices. GB/s are of 2^30 bytes."""
     file = tmp_path / "kernels.csv"
     file.write_text(KERNELS)
     shares = {"default": 0.666, "ce_fusion": 0.2795}
     limits = DeviceLimits(2250e12, 8000 * GIB, memory_share=0.666, shares=shares)
-    own = Overheads(5e-5, 8e-4)
-    costs = RankCosts(limits, MeasuredLinks(900 * GIB, COLLECTIVES), load_kernel_table(file), own)
+    costs = RankCosts(limits, MeasuredLinks(900 * GIB, COLLECTIVES), load_kernel_table(file))
     degrees = ParallelDegrees(tensor=2, data=4)
     estimate = estimate_step(LLAMA, degrees, TrainingSetting(micro_batches, Tokens(4096)), costs)
-    assert estimate.step_seconds == pytest.approx(measured, rel=0.05)
+    assert estimate.step_seconds == pytest.approx(measured, rel=0.02)
+
+
+def test_gaps_and_slowdown(tmp_path: Path) -> None:
+    """Products of a table take longer in a training loop. Every kernel of a layer with experts has a gap."""
+    file = tmp_path / "kernels.csv"
+    file.write_text(KERNELS)
+    table, degrees = load_kernel_table(file), ParallelDegrees(tensor=2, data=4)
+    limits, links = DeviceLimits(2250e12, 8000 * GIB), MeasuredLinks(900 * GIB, COLLECTIVES)
+    plain, slow, gaps = (
+        RankCosts(limits, links, table, own)
+        for own in (Overheads(0.0, 1.0), Overheads(0.0, 1.5), Overheads(1.0, 1.0))
+    )
+    product = Matmul(4096, 8192, 5120, "TN")
+    assert slow.kernel_seconds(product, degrees) == 1.5 * plain.kernel_seconds(product, degrees)
+    for shape in (LLAMA, DEEPSEEK_V2):
+        for routed in set(shape.routed):
+            work = block_work(shape, routed, degrees, Tokens(4096))
+            more = [
+                one - other
+                for one, other in zip(gaps.seconds(work, degrees), plain.seconds(work, degrees), strict=True)
+            ]
+            counts = [
+                sum(routed or isinstance(each, MemoryPass) for each in kernels)
+                for kernels in (work.forward, work.backward)
+            ]
+            assert more == pytest.approx(counts)
 
 
 def test_recomputation_keeps_inputs_and_computes_twice() -> None:
@@ -234,7 +274,7 @@ def test_seconds_of_an_interleaved_pipeline() -> None:
     2.2.2 say."""
     shape = replace(LLAMA, vocabulary=128)
     free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
-    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0, 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0))
     setting = TrainingSetting(8, Tokens(4096), virtual_stages=3)
     estimate = estimate_step(shape, ParallelDegrees(pipeline=4), setting, costs)
     middle = estimate.stages[1]
@@ -327,7 +367,7 @@ def test_seconds_of_a_pipeline_of_equal_stages() -> None:
     """Without embedding, head, transfers and update: (m + p - 1) (F + B), as 1F1B takes."""
     shape = replace(LLAMA, vocabulary=128)
     free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
-    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0, 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0))
     estimate = estimate_step(shape, ParallelDegrees(pipeline=4), TrainingSetting(6, Tokens(4096)), costs)
     middle = estimate.stages[1]
     each = middle.forward_seconds + middle.backward_seconds
@@ -377,10 +417,10 @@ def test_bytes_that_products_and_updates_move() -> None:
         product: Any = GroupedMatmul(4, m, n, k, part)  # type: ignore[arg-type]
         assert limits.product_seconds(product) == 4 * (2 * m * k + 2 * m * n + each * n * k)
     own = ParameterCounts(10.0, 0.0)
-    costs = RankCosts(limits, TopologyLinks(TOPOLOGY), overheads=Overheads(0.0, 0.0))
+    costs = RankCosts(limits, TopologyLinks(TOPOLOGY), overheads=Overheads(0.0))
     whole, shared = 10 * (4 + 4), 10 * (4 + 8 + 4 + 3 * 2 * 4 + 4 + 2)
     assert update_seconds(own, ParallelDegrees(), costs) == pytest.approx(whole + shared)
     free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
-    costs = RankCosts(limits, TopologyLinks(free), overheads=Overheads(0.0, 0.0))
+    costs = RankCosts(limits, TopologyLinks(free), overheads=Overheads(0.0))
     updated = update_seconds(own, ParallelDegrees(data=4), costs)
     assert updated == pytest.approx(whole + 10 * 8 + shared / 4)

@@ -81,7 +81,7 @@ def random_costs(random: Random) -> RankCosts:
     return RankCosts(
         limits,
         TopologyLinks(topology),
-        overheads=Overheads(10 ** random.uniform(-7, -4), 1e-4),
+        overheads=Overheads(10 ** random.uniform(-7, -4)),
         host_bandwidth=10 ** random.uniform(8, 12),
     )
 
@@ -169,7 +169,7 @@ def test_no_division_is_below_the_bounds_where_its_size_chooses_the_algorithm(se
     shape = TransformerShape("small", 64, 128, 256, AttentionShape(8, 8, 8, 8), routed, experts)
     inside, between = (Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -4)) for _ in range(2))
     topology = two_level_topology(Device("GPU", None), 12, random.choice((2, 4)), inside, between)
-    overheads = Overheads(1e-7, 1e-7)
+    overheads = Overheads(1e-7)
     costs = RankCosts(DeviceLimits(1e15, 1e13), TopologyLinks(topology), overheads=overheads)
     stages, virtual = random.choice((2, 3)), random.choice((1, 2))
     if stages * virtual > blocks:

@@ -69,7 +69,7 @@ def interleaved_table(random: Random) -> LayerTable:
     link = Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -4))
     topology = two_level_topology(Device("GPU", None), 8, 4, link, Link(10 ** random.uniform(8, 10), 1e-5))
     limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
-    overheads = Overheads(10 ** random.uniform(-7, -4), 1e-4)
+    overheads = Overheads(10 ** random.uniform(-7, -4))
     costs = RankCosts(
         limits, TopologyLinks(topology), overheads=overheads, host_bandwidth=10 ** random.uniform(8, 12)
     )

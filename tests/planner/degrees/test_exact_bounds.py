@@ -15,7 +15,7 @@ from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
-from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
+from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 from pplan.cost_models.transformer.weight_update import ParameterCounts, update_seconds
@@ -46,9 +46,8 @@ def table(seed: int, stages: int, virtual: int = 1, blocks: int = 7, **more: Any
     topology = two_level_topology(Device("GPU", None), 8, 4, link, link)
     limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
     setting = TrainingSetting(stages * random.randint(1, 4), Tokens(64), virtual_stages=virtual, **more)
-    return LayerTable(
-        shape, ParallelDegrees(pipeline=stages, data=2), setting, RankCosts(limits, TopologyLinks(topology))
-    )
+    costs = RankCosts(limits, TopologyLinks(topology), overheads=Overheads(6e-5))
+    return LayerTable(shape, ParallelDegrees(pipeline=stages, data=2), setting, costs)
 
 
 @pytest.mark.parametrize("seed", range(40))

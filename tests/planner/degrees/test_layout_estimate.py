@@ -29,7 +29,7 @@ def costs(random: Random) -> RankCosts:
     link = Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -4))
     topology = two_level_topology(Device("GPU", None), 8, 4, link, Link(10 ** random.uniform(8, 10), 1e-5))
     limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
-    return RankCosts(limits, TopologyLinks(topology), overheads=Overheads(1e-5, 1e-4))
+    return RankCosts(limits, TopologyLinks(topology), overheads=Overheads(1e-5))
 
 
 @pytest.mark.parametrize(

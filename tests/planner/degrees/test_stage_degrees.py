@@ -67,9 +67,7 @@ def random_case(seed: int) -> Case:
     inside, between = Link(10 ** random.uniform(8, 11), 1e-5), Link(10 ** random.uniform(8, 10), 2e-5)
     topology = two_level_topology(Device("GPU", None), 4, random.choice((2, 4)), inside, between)
     limits = DeviceLimits(10 ** random.uniform(11, 13), 10 ** random.uniform(10, 12))
-    costs = RankCosts(
-        limits, TopologyLinks(topology), overheads=Overheads(10 ** random.uniform(-7, -4), 1e-4)
-    )
+    costs = RankCosts(limits, TopologyLinks(topology), overheads=Overheads(10 ** random.uniform(-7, -4)))
     options = DegreeOptions(
         mini_batch=BATCH,
         sequence=SEQUENCE,
