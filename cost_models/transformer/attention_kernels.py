@@ -85,12 +85,12 @@ def _share_attention(
     exchange: list[Kernel] = []
     if degrees.context > 1:
         queries, values = heads * attention.head_width, heads * attention.value_width
-        keys = shared * (attention.head_width + attention.value_width)
+        keys = (shared * attention.head_width, shared * attention.value_width)
         count = NUMBER * tokens.on(degrees)
         # Each is put in order before it is sent and behind it, as Transformer Engine does it.
         exchange = [
             kernel
-            for size in (queries, keys, values)
+            for size in (queries, *keys, values)
             for kernel in (Collective("all_to_all", count * size, "context"), MemoryPass(4 * count * size))
         ]
     forward, backward = (
