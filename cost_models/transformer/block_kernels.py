@@ -102,23 +102,30 @@ def head_work(
             MemoryPass(norm_back * own),
         ),
         norm_saved(own, degrees, implementation) + implementation.loss_saved * logits,
-        _head_workspace(whole, rows, shape, degrees, implementation),
+        _head_workspace(whole, logits, rows, shape, degrees, implementation),
     )
 
 
 def _head_workspace(
-    whole: float, rows: int, shape: TransformerShape, degrees: ParallelDegrees, implementation: Implementation
+    whole: float,
+    logits: float,
+    rows: int,
+    shape: TransformerShape,
+    degrees: ParallelDegrees,
+    implementation: Implementation,
 ) -> float:
-    """Bytes besides what the head keeps, while its product's backward runs.
+    """Bytes besides what the head keeps for its loss, while its product's backward runs.
 
     The gradient of its input; with tensor parallelism its share of it, and the input gathered again. Where
     the weight's gradient is added up in another buffer, autograd takes an empty tensor of its size
-    (megatron-core's `LinearWithGradAccumulationAndAsyncCommunication`).
+    (megatron-core's `LinearWithGradAccumulationAndAsyncCommunication`). The loss needs no more than the
+    gradient of the bfloat16 logits then.
     """
     if not implementation.has_placeholders:
         return 0.0
     gathered = whole + whole / degrees.tensor if degrees.tensor > 1 else 0.0
-    return whole + gathered + NUMBER * rows * shape.hidden
+    needed = whole + gathered + NUMBER * rows * shape.hidden
+    return max(0.0, needed - (implementation.loss_saved - 1) * logits)
 
 
 def predictor_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:

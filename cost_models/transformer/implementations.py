@@ -45,7 +45,7 @@ class Implementation:
             a view of the fused projection.
         loss: Passes of the loss over bfloat16 logits.
         loss_saved: Logits in bfloat16 (two for one in float32) at the peak of the loss. Transformer Engine's
-            writes its gradient over them (`--cross-entropy-fusion-impl te`).
+            writes its gradient over them (1); megatron-core's fused one has the scores in float32, too.
         products: Products that give queries, keys and values, and that give gate and up.
         join: Passes over hidden states that add up the input gradients of one more of these products.
         gathers_again: Whether backward gathers the input of a product again among tensor-parallel devices,
@@ -72,7 +72,7 @@ class Implementation:
     rotary: tuple[float, float] = (2, 2)
     keeps_projection: bool = False
     loss: tuple[float, float] = (2, 2)
-    loss_saved: float = 1
+    loss_saved: float = 3
     products: tuple[int, int] = (1, 1)
     join: float = 0
     gathers_again: bool = False

@@ -18,8 +18,8 @@ from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
 LIBRARIES, EXPERT_LIBRARIES = 0.06e9, 0.33e9
-"""Bytes that cuBLAS, cuDNN and Transformer Engine keep, and those more with experts (Transformer Engine has
-four workspaces for their grouped products; the rest is not explained).
+"""Bytes that cuBLAS, cuDNN and Transformer Engine keep, and those more with experts (Transformer Engine has a
+workspace of 32 MiB for each stream of their grouped products; the rest is not explained).
 
 They are what is left of the memory of the published B200 steps when all else is taken off: 0.05 to 0.07 GB in
 five stages of Llama, 0.36 to 0.44 GB in three of DeepSeek-V2."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pplan.cost_models.transformer.block_kernels import block_work, embedding_work, head_work, predictor_work
+from pplan.cost_models.transformer.implementations import MEGATRON
 from pplan.cost_models.transformer.kernel_table import Kernel, MemoryPass
 from pplan.cost_models.transformer.layer_work import LayerWork, Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees, padded_vocabulary
@@ -174,10 +175,14 @@ def test_what_stands_before_and_behind_the_blocks(degrees: ParallelDegrees) -> N
     own.forward.append(2 * 2 * logits)
     own.backward.append(2 * 2 * logits)
     agree(head, own)
-    assert head.saved == pytest.approx(own.saved + 2 * logits)
+    assert head.saved == pytest.approx(own.saved + 2 * logits + 4 * logits)
     rows = padded_vocabulary(GROUPED, degrees.tensor) / degrees.tensor
     gathered = whole + part if degrees.tensor > 1 else 0
-    assert head.workspace == pytest.approx(2 * (rows * GROUPED.hidden + whole + gathered))
+    needed = 2 * (rows * GROUPED.hidden + whole + gathered)
+    assert head.workspace == pytest.approx(max(0, needed - 4 * logits))
+    in_place = replace(MEGATRON, loss_saved=1)
+    other = head_work(GROUPED, degrees, TOKENS, in_place)
+    assert other.saved + other.workspace == pytest.approx(own.saved + 2 * logits + needed)
 
     predictor, own = predictor_work(GROUPED, degrees, TOKENS), Passes()
     for _ in range(2):
