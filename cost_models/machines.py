@@ -235,10 +235,10 @@ HOST_LAUNCH = Figure(
 )
 
 
-PRODUCT_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.6, 0.5, 0.7
-"""Of the FLOP/s and of the bandwidth: what large products, attention and passes over memory are assumed to
-reach where no kernels were measured. With these, published steps of A100 (benchmarks/published_tables.py) are
-met to 3.4 % in the median."""
+PRODUCT_SHARE = Figure(0.6, "assumption: 60 % of the FLOP/s, where no table of kernels was published")
+ATTENTION_SHARE, MEMORY_SHARE = 0.5, 0.7
+"""Of the FLOP/s and of the bandwidth: what attention and passes over memory are assumed to reach where no
+kernels were measured. benchmarks/published_tables.py compares with published steps."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ class Roofline:
     """A GPU's limits.
 
     `device_name`: as its driver names it, so that a plan finds its memory and links. `peaks`: FLOP/s by
-    dtype, and `tf32`. `bandwidth`: bytes per second of its memory. `launch`: seconds from one kernel to
+    dtype, and `tf32`. `bandwidth`: bytes per second of its memory. `product_share`: of the FLOP/s, what
+    products of a transformer in bfloat16 reach in a training loop. `launch`: seconds from one kernel to
     the next on the device. `host_launch`: of the host, which runs ahead, for each operation of forward.
     """
 
@@ -255,6 +256,7 @@ class Roofline:
     memory_bytes: int
     peaks: Mapping[str, Figure]
     bandwidth: Figure
+    product_share: Figure = PRODUCT_SHARE
     launch: Figure = LAUNCH
     host_launch: Figure = HOST_LAUNCH
 
@@ -298,6 +300,7 @@ ROOFLINES = {
         gpu["memory_bytes"],
         {dtype: _figure(gpu | {"flops": peak}, "flops") for dtype, peak in gpu["flops"].items()},
         _figure(gpu, "memory_bandwidth"),
+        _figure(gpu, "product_share") if "product_share" in gpu else PRODUCT_SHARE,
     )
     for gpu in _TABLES["gpu"]
     if "flops" in gpu

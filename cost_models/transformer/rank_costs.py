@@ -95,7 +95,7 @@ class DeviceLimits:
 
     flops: float
     bandwidth: float
-    product_share: float = PRODUCT_SHARE
+    product_share: float = PRODUCT_SHARE.value
     attention_share: float = ATTENTION_SHARE
     memory_share: float = MEMORY_SHARE
     shares: Mapping[str, float] = field(default_factory=dict)

@@ -204,7 +204,9 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
         )
     stated = roofline.peak("bfloat16") if "bfloat16" in roofline.peaks else None
     peak = roofline.peak("bfloat16") if table is None else table.peak
-    limits = DeviceLimits(peak, roofline.bandwidth.value, stated_flops=stated)
+    limits = DeviceLimits(
+        peak, roofline.bandwidth.value, product_share=roofline.product_share.value, stated_flops=stated
+    )
     return RankCosts(limits, TopologyLinks(topology), table)
 
 

@@ -10,13 +10,15 @@ import torch
 from published_tables import (
     MEGATRON,
     SEQUENCE,
+    THROUGHPUTS,
     VOCABULARY,
     ZERO_BUBBLE,
     ZERO_BUBBLE_MODELS,
     MegatronRow,
+    Throughput,
     predict_megatron,
+    predict_throughput,
     predict_zero_bubble,
-    unfused_attention_seconds,
 )
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,22 +33,24 @@ def test_parameters_of_the_published_models(row: MegatronRow) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * (row.parameters > 20)) for row in MEGATRON[:-1]],
+    [pytest.param(row, marks=[pytest.mark.slow] * (row.parameters > 100)) for row in MEGATRON[:-1]],
     ids=lambda row: f"{row.parameters:g}",
 )
 def test_steps_of_all_models_but_the_largest(row: MegatronRow) -> None:
-    """To 12 %. With TP 1 and 2 the step is too short, by 0.67 of 3.53 s and 0.48 of 3.70 s.
-
-    Attention took more to write and read its scores, 1.22 and 1.02 s, which is not costed. With these passes
-    TP 1, 2 and 4 would all be 14 to 16 % too slow: they explain the difference between the rows. The cause of
-    the rest is open.
-    """
-    step = predict_megatron(row).estimate.step_seconds
+    """To 8 %, with what attention took to write and read its scores. Without it the smaller models' steps, of
+    which it takes a larger share, are too short by up to 27 %."""
+    step = predict_megatron(row)
     measured = row.flops / row.teraflops / row.gpus / 1e12
-    if row.tensor < 4:
-        assert step < measured < step + unfused_attention_seconds(row)
-    else:
-        assert measured == pytest.approx(step, rel=0.12)
+    assert measured == pytest.approx(step.seconds + step.unfused, rel=0.08)
+    assert step.seconds < measured
+
+
+@pytest.mark.parametrize("row", THROUGHPUTS, ids=lambda row: row.name)
+def test_published_throughputs(row: Throughput) -> None:
+    """To 15 %, but for DeepSeek-V3 on 256 GPUs, which is predicted 17 % too slow."""
+    ratio = predict_throughput(row) / row.published
+    is_off = row.model == "DeepSeek-V3" and row.degrees.devices == 256
+    assert ratio == pytest.approx(0.833 if is_off else 1, rel=0.02 if is_off else 0.15)
 
 
 @pytest.mark.parametrize(
