@@ -285,6 +285,20 @@ def _assumed_note(answer: DegreeAnswer, table: KernelTable, shares: str) -> str:
     return f"{note}: {'; '.join(parts)}"
 
 
+def _expectation(answer: DegreeAnswer) -> str:
+    """Say how far the step may be off, from published steps that were not fitted to (docs/solving.md)."""
+    memory = "memory by 0.6 %, at most 1.1 %"
+    if answer.costs.table is not None:
+        return (
+            "of published B200 steps whose model was left out of the fit, seconds were off by 2.5 % in the "
+            f"median and 5.7 % at most, {memory}; expect more on other machines"
+        )
+    return (
+        "of 16 published throughputs without a table of kernels, seconds were off by 6 % in the median, by "
+        f"up to 17 % on GPUs of full power and by 45 % on others; of B200 steps {memory}"
+    )
+
+
 def _notes(answer: DegreeAnswer) -> list[str]:
     limits, overheads = answer.costs.limits, answer.costs.overheads
     shares = (
@@ -327,6 +341,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
             f"as fitted to a training loop on B200, the table's products take {overheads.slowdown - 1:.0%} "
             "longer"
         )
+    notes.append(_expectation(answer))
     notes.append(
         "not modelled: overlap of the communication inside a layer with computing (but a ring's with its "
         "attention), experts that get unequal numbers of tokens, expert-tensor parallelism"
