@@ -1,4 +1,4 @@
-"""`pplan machine measure`: the links between devices, and a transformer's products and attention on one."""
+"""`pplan machine measure`: a machine for the layers of a transformer; its links alone, or kernels alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import typer
 
 from ..cost_models.errors import PplanError, UsageError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds, percent
-from ..profiler.profile_options import KernelOptions, LinkOptions
-from .output import Force, choose_target
+from ..profiler.profile_options import KernelOptions, LinkOptions, MachineMeasureOptions
+from .output import AsJson, Force, choose_target
 from .streams import console, counting, remark, result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..cost_models.transformer.transformer_shape import TransformerShape
+    from ..profiler.machine_file import LayerTime, MachineFile
     from ..profiler.measured_links import LevelName, MeasuredLinks, PairTimes
     from ..profiler.torchrun_env import TorchrunEnv
     from .output import Target
@@ -34,6 +36,96 @@ KernelsFile = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: kernels.csv."),
 ]
+
+MeasuredModel = Annotated[
+    Path | None,
+    typer.Option(
+        "--for",
+        metavar="CONFIG",
+        help="The config.json whose layers are measured; default: layers of Llama 3 8B.",
+    ),
+]
+MachineOutput = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: machine.json."),
+]
+MeasureAnew = Annotated[bool, typer.Option("--force", help="Measure anew what the file has already.")]
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+
+
+def machine_measure_command(
+    config: MeasuredModel = None,
+    *,
+    options: MachineMeasureOptions,
+    output: MachineOutput = None,
+    force: MeasureAnew = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure links, kernels and whole layers for solve --machine.
+
+    Run again, it goes on where it stopped. With several devices torchrun starts a process for each.
+    """
+    from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
+    from ..profiler.torchrun_env import is_launched, read_torchrun_env
+
+    process = read_torchrun_env(os.environ, "machine measure", 1) if is_launched(os.environ) else None
+    shape = transformer_shape(LLAMA_3_8B) if config is None else load_transformer_shape(config)
+    target = choose_target(output, "machine.json", force=True, kind="machine")
+    rank = 0 if process is None else process.rank
+    if rank == 0:
+        target.check(config)
+    from ..profiler.machine import measure_machine
+
+    alone = process is None or process.world_size == 1
+    try:
+        with counting("Measuring") as count:
+            measured = measure_machine(
+                shape,
+                options,
+                target.path,
+                process=None if alone else process,
+                anew=force,
+                progress=count if rank == 0 else None,
+            )
+    except PplanError as error:
+        if rank:
+            raise typer.Exit(error.exit_status) from None
+        raise
+    if rank == 0:
+        if as_json:
+            result(measured.to_json())
+        else:
+            _print_machine(measured, shape, console())
+        remark(f"Wrote {target.path}; use it: pplan solve {config or 'config.json'} --machine {target.path}")
+
+
+def _print_machine(measured: MachineFile, shape: TransformerShape, console: Console) -> None:
+    from .table import Column, line, number, print_table, word
+
+    line(
+        console,
+        f"{measured.devices} x {measured.device_name}, for {shape.name} in {measured.dtype}, sequence "
+        f"{measured.sequence} x {measured.micro_batch_size}: {len(measured.collectives)} collectives, "
+        f"{len(measured.kernels)} kernels",
+    )
+    columns: list[Column[LayerTime]] = [
+        word("layer", lambda layer: layer.layer),
+        number("TP", lambda layer: layer.tensor),
+        number("CP", lambda layer: layer.context),
+        number("EP", lambda layer: layer.expert),
+        number("forward", lambda layer: layer.forward_seconds, format_seconds),
+        number("backward", lambda layer: layer.backward_seconds, format_seconds),
+        number("spread", lambda layer: layer.spread, percent, drop=1),
+    ]
+    print_table(console, columns, measured.whole_layers, title="Whole layers")
 
 
 def machine_measure_links_command(

@@ -24,6 +24,7 @@ DOCUMENTS: Mapping[str, tuple[str, str]] = {
     "frontier": ("planner.objectives.frontier", "Frontier"),
     "sweep": ("planner.problem_grid", "SweepResult"),
     "check": ("runtimes.checking.records", "Check"),
+    "machine": ("profiler.machine_file", "MachineFile"),
     "calibration": ("runtimes.checking.prediction", "Calibration"),
 }
 """By kind of file, where its document is."""

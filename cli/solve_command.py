@@ -133,7 +133,7 @@ def solve_command(
             about={"model": source.name},
             kind="plan",
         )
-        target.check(*paths, machine.topology, options.kernels)
+        target.check(*paths, machine.topology, options.kernels, options.machine)
         with waiting("Searching"):
             plan = solve_configuration(source, machine, options)
         target.write(plan, as_json=as_json, show=lambda: _show(plan, target.path, details=details))

@@ -162,8 +162,12 @@ VERBS = {
         "2 something that pplan needs is missing",
     ),
     "machine measure": Entry(
-        "Measure links and kernels for solve.",
-        panel=MACHINE,
+        "Measure links, kernels and whole layers for solve --machine.",
+        (
+            "pplan machine measure --for config.json",
+            "torchrun --nproc-per-node 8 --no-python pplan machine measure --for config.json",
+        ),
+        MACHINE,
         is_group=True,
     ),
     "machine measure links": Entry(

@@ -181,6 +181,7 @@ _VERBS = {
     "profile": "profile",
     "plan": "solve",
     "simulation": "simulate",
+    "machine": "machine measure",
     "frontier": "solve frontier=True",
     **{name: f"export {name}" for name in RUNTIMES},
 }

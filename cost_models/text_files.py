@@ -132,6 +132,7 @@ KINDS = {
     "simulation": "bubble_rate_span",
     "frontier": "points",
     "degrees": "combinations",
+    "machine": "model_sizes",
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.machines import ROOFLINES, device_preset
 from ..cost_models.transformer.block_kernels import block_work, embedding_work, head_work
+from ..cost_models.transformer.implementations import MEGATRON, Implementation
 from ..cost_models.transformer.kernel_table import AttentionKernel, GroupedMatmul, Matmul, Product
 from ..cost_models.transformer.kernel_table_file import write_kernel_table
 from ..cost_models.transformer.layer_work import Tokens
@@ -25,7 +26,10 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from .local_machine import device_name, parse_device, parse_dtype
 from .profile_options import KernelOptions
 
-_WARM_UP = 2
+WARM_UPS = 2
+"""Runs before those that count."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,33 @@ class MeasuredKernels:
         return write_kernel_table(self.seconds, self.peak)
 
 
-def list_kernels(shape: TransformerShape, options: KernelOptions) -> list[Product]:
-    """The different products of the model's layers with all those degrees that divide it. Raises UsageError
-    where none does."""
+def list_kernels(
+    shape: TransformerShape, options: KernelOptions, codes: Sequence[Implementation] = (MEGATRON,)
+) -> list[Product]:
+    """The different products of the model's layers with all those degrees that divide it.
+
+    Args:
+        shape: Sizes of the model.
+        options: Degrees, tokens and micro-batch sizes.
+        codes: Training codes whose products are listed.
+
+    Raises:
+        UsageError: None of the degrees divides the model.
+    """
     kernels: dict[Product, None] = {}
     problem = ""
-    for tensor, context, expert in product(options.tp, options.cp, options.ep):
-        degrees = ParallelDegrees(tensor, context, expert, data=expert)
-        if why := degrees.problem_with(shape, options.sequence):
-            problem = why
-            continue
-        for samples in options.micro_batch_size:
-            tokens = Tokens(options.sequence, samples)
-            works = [block_work(shape, routed, degrees, tokens) for routed in sorted(set(shape.routed))]
-            ends = (embedding_work(shape, degrees, tokens), head_work(shape, degrees, tokens))
-            kernels |= dict.fromkeys(products((*works, *ends)))
+    kinds = sorted(set(shape.routed))
+    for tensor, context, expert, code in product(options.tp, options.cp, options.ep, codes):
+        for exchange in code.exchanges if context > 1 and len(codes) > 1 else ("all-to-all",):
+            degrees = ParallelDegrees(tensor, context, expert, data=expert, exchange=exchange)
+            if why := degrees.problem_with(shape, options.sequence):
+                problem = why
+                continue
+            for samples in options.micro_batch_size:
+                tokens = Tokens(options.sequence, samples)
+                works = [block_work(shape, routed, degrees, tokens, code) for routed in kinds]
+                ends = (embedding_work(shape, degrees, tokens), head_work(shape, degrees, tokens, code))
+                kernels |= dict.fromkeys(products((*works, *ends)))
     if not kernels:
         raise UsageError(problem, "Choose degrees that divide heads, widths, experts and tokens.")
     return list(kernels)
@@ -75,11 +91,7 @@ def measure_kernels(
         raise UsageError("device='meta': computes nothing", "Give a device that does, as cpu.")
     seconds: dict[Product, float] = {}
     for number, kernel in enumerate(kernels):
-        try:
-            seconds[kernel] = _median_seconds(_prepare(kernel, device, dtype), device, options.repeats)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            text = str(error).splitlines()[0]
-            raise MachineError(f"{kernel}: {text}", "Give fewer tokens, or higher degrees.") from error
+        seconds[kernel] = kernel_seconds(kernel, device, dtype, options.repeats)
         if progress is not None:
             progress(number + 1, len(kernels))
     preset = device_preset(device_name(device))
@@ -88,28 +100,41 @@ def measure_kernels(
     return MeasuredKernels(device_name(device), options.dtype, seconds, peak)
 
 
-def _median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    for _ in range(_WARM_UP):
+def kernel_seconds(kernel: Product, device: torch.device, dtype: torch.dtype, repeats: int) -> float:
+    """Measure the median seconds of a kernel. Raises MachineError where the device's memory is too small."""
+    try:
+        return median_seconds(_prepare(kernel, device, dtype), device, repeats)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        text = str(error).splitlines()[0]
+        raise MachineError(f"{kernel}: {text}", "Give fewer tokens, or higher degrees.") from error
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median seconds of a run on a device, after some that do not count."""
+    for _ in range(WARM_UPS):
         run()
     return statistics.median(_times(run, device, repeats))
 
 
 def _times(run: Callable[[], object], device: torch.device, repeats: int) -> Iterator[float]:
+    for _ in range(repeats):
+        yield time_once(run, device)[0]
+
+
+def time_once(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Run something once on a device; return its seconds there and its result."""
     if device.type != "cuda":
-        for _ in range(repeats):
-            before = time.perf_counter()
-            run()
-            yield time.perf_counter() - before
-        return
+        before = time.perf_counter()
+        result = run()
+        return time.perf_counter() - before, result
     event: Any = torch.cuda.Event  # has no annotations
     with torch.cuda.device(device):
-        for _ in range(repeats):
-            start, end = event(enable_timing=True), event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            yield start.elapsed_time(end) * 1e-3
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        result = run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3, result
 
 
 def _prepare(kernel: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..cost_models.errors import MachineError
+from ..cost_models.transformer.kernel_table import CollectiveName
 from .local_machine import device_memory_bytes, device_name, versions
 from .measured_links import MeasuredLinks, Member, PairTimes
 from .torchrun_env import TorchrunEnv
@@ -49,6 +50,38 @@ def measure_links(
     float32 elements. Raises UsageError, and MachineError where devices are missing or where a process is
     gone or does not answer within `timeout_seconds`.
     """
+    with meeting(process, timeout_seconds) as world:
+        return measure_pairs(world, sizes, repeats)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of torchrun, each with one device, as they meet.
+
+    Attributes:
+        process: This process.
+        members: All processes.
+        backend: `nccl` between GPUs, `gloo` between processors.
+        device: Device of this process.
+        timeout: How long to wait for a process that is silent.
+        group: All processes, by the backend; None for the default group, which is one of gloo.
+    """
+
+    process: TorchrunEnv
+    members: list[Member]
+    backend: str
+    device: torch.device
+    timeout: timedelta
+    group: dist.ProcessGroup | None
+
+
+@contextmanager
+def meeting(process: TorchrunEnv, timeout_seconds: float) -> Iterator[World]:
+    """Let all processes of torchrun meet; afterwards they part.
+
+    Raises:
+        MachineError: Devices are missing, or a process is gone or does not answer within `timeout_seconds`.
+    """
     if not dist.is_available() or not dist.is_gloo_available():
         raise MachineError("this torch is built without gloo", "Install torch from pytorch.org.")
     torch.set_num_threads(1)
@@ -59,14 +92,13 @@ def measure_links(
         )
     try:
         with _listening("measuring", timeout_seconds):
-            measured = _measure(process, sizes, repeats, wait)
+            yield _meet(process, wait)
     except BaseException:
         # NCCL waits for what hangs when it is taken down; the process ends with this error anyway.
         if not torch.cuda.is_available():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-    return measured
 
 
 @contextmanager
@@ -100,13 +132,10 @@ class _Own:
     memory_bytes: int | None
 
 
-def _measure(
-    process: TorchrunEnv, sizes: Sequence[int] | None, repeats: int, wait: timedelta
-) -> MeasuredLinks:
+def _meet(process: TorchrunEnv, wait: timedelta) -> World:
     own = _own(process)
-    everyone: list[_Own] = _gather(own)
+    everyone: list[_Own] = gather_from_all(own)
     backend = _backend(everyone)
-    members = _members(everyone)
     group: dist.ProcessGroup | None = None
     if backend == "nccl":
         torch.cuda.set_device(own.device)
@@ -114,18 +143,24 @@ def _measure(
         group = (
             nccl_group if isinstance(nccl_group, dist.ProcessGroup) else None
         )  # it is a number for who is not in it
-    whole_sizes = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[backend]})
-    bench = LinkBench(process.rank, own.device, group, repeats, wait.total_seconds())
+    return World(process, _members(everyone), backend, own.device, wait, group)
+
+
+def measure_pairs(world: World, sizes: Sequence[int] | None, repeats: int) -> MeasuredLinks:
+    """Measure pairs of processes, both ways, and the all-reduce over all."""
+    members, process = world.members, world.process
+    whole_sizes = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[world.backend]})
+    bench = LinkBench(process.rank, world.device, world.group, repeats, world.timeout.total_seconds())
     seconds: dict[tuple[int, int], list[float]] = {}
     pairs = choose_pairs([member.node for member in members])
     for first, second in pairs:
         for way in ((first, second), (second, first)):
             seconds[way] = bench.transfers(*way, whole_sizes)
     reduced = [bench.all_reduce(size) for size in whole_sizes]
-    everywhere: list[dict[tuple[int, int], list[float]]] = _gather(seconds)
-    slowest: list[list[float]] = _gather(reduced)
+    everywhere: list[dict[tuple[int, int], list[float]]] = gather_from_all(seconds)
+    slowest: list[list[float]] = gather_from_all(reduced)
     return MeasuredLinks(
-        backend=backend,
+        backend=world.backend,
         members=members,
         sizes=whole_sizes,
         repeats=repeats,
@@ -153,8 +188,8 @@ def choose_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return [pair for pair in (inside, between) if pair is not None]
 
 
-def _gather(own: Any) -> list[Any]:
-    """What every process has, by rank."""
+def gather_from_all(own: Any) -> list[Any]:
+    """Gather what every process has, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
@@ -226,6 +261,31 @@ class LinkBench:
         tensor = self._tensor(size)
         dist.barrier()
         return self._median(lambda: dist.all_reduce(tensor, group=self.group))
+
+    def collective(self, name: CollectiveName, size: int, group: dist.ProcessGroup) -> float:
+        """Seconds of a collective of `size` bytes (as `Collective` counts them) in this process's group."""
+        devices, rank = group.size(), dist.get_rank(group)
+        whole = self._tensor(-(-size // (ELEMENT * devices)) * ELEMENT * devices)
+        part = self._tensor(whole.nbytes // devices)
+        ranks = dist.get_process_group_ranks(group)
+        following, before = ranks[(rank + 1) % devices], ranks[rank - 1]
+        arriving = torch.empty_like(whole)
+
+        def ring() -> None:
+            sends = dist.P2POp(dist.isend, whole, following, group)
+            receives = dist.P2POp(dist.irecv, arriving, before, group)
+            for work in dist.batch_isend_irecv([sends, receives]):
+                work.wait()
+
+        runs: dict[CollectiveName, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(arriving, whole, group=group),
+            "ring": ring,
+        }
+        dist.barrier()
+        return self._median(runs[name])
 
     def _round_trip(self, sender: int, receiver: int, size: int) -> float:
         """Seconds of `size` bytes there and one element back; 0 for a process that only waits."""

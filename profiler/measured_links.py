@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from statistics import median
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import model_validator
 
 from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
@@ -165,6 +166,25 @@ class MeasuredLinks(Record):
     pairs: list[PairTimes]
     all_reduce_seconds: list[float]
     made_by: MadeBy = MadeBy()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ranks, sizes = range(len(self.members)), len(self.sizes)
+        if not self.members or [member.rank for member in self.members] != [*ranks]:
+            raise ValueError(f"members: must have the ranks from 0, has {[own.rank for own in self.members]}")
+        if sorted(set(self.sizes)) != self.sizes or sizes < 2 or self.sizes[0] < 1:
+            raise ValueError(f"sizes is {self.sizes}: must be two or more that rise from 1 byte")
+        if not self.pairs:
+            raise ValueError("pairs is empty: at least one pair of ranks must be measured")
+        seconds = [self.all_reduce_seconds]
+        for pair in self.pairs:
+            if pair.first not in ranks or pair.second not in ranks or pair.first == pair.second:
+                raise ValueError(f"pairs: {pair.first} and {pair.second} are no two ranks of members")
+            seconds += [pair.there_seconds, pair.back_seconds]
+        for own in seconds:
+            if len(own) != sizes or not all(0 < each < math.inf for each in own):
+                raise ValueError(f"seconds {own}: must be {sizes} values above 0, one for each size")
+        return self
 
     @cached_property
     def levels(self) -> dict[LevelName, LinkFit]:

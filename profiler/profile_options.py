@@ -273,6 +273,66 @@ class LinkOptions(Options):
             )
 
 
+@options_class
+class MachineMeasureOptions(Options):
+    """What is measured of a machine for a model's shapes, and how."""
+
+    device: str | None = option(
+        None, arguments.optional_word, "Where to measure without torchrun; default: CUDA.", "cpu|cuda|cuda:N"
+    )
+    sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
+    micro_batch_size: int = option(1, arguments.whole, "Sequences of a micro-batch.", "N", least=1)
+    tp: tuple[int, ...] = option(
+        (1, 2, 4, 8),
+        arguments.wholes,
+        "Tensor-parallel degrees.",
+        "N[,N]",
+        read=read_sizes,
+        default_text="1,2,4,8",
+    )
+    cp: tuple[int, ...] = option(
+        (1, 2), arguments.wholes, "Context-parallel degrees.", "N[,N]", read=read_sizes, default_text="1,2"
+    )
+    ep: tuple[int, ...] = option(
+        (1, 2, 4, 8),
+        arguments.wholes,
+        "Expert-parallel degrees.",
+        "N[,N]",
+        read=read_sizes,
+        default_text="1,2,4,8",
+    )
+    sizes: tuple[int, ...] | None = option(
+        None,
+        arguments.wholes,
+        "Bytes of a transfer or a collective; default: from 1 KiB to 256 MiB.",
+        "1KiB,16MiB",
+        read=_read_byte_sizes,
+    )
+    repeats: int = option(10, arguments.whole, "Runs of each, of which the median counts.", "N", least=1)
+    timeout_seconds: float = option(
+        60.0,
+        arguments.number,
+        "How long to wait for a process that is silent.",
+        "60s",
+        flag="timeout",
+        read=parse_time,
+        default_text="60s",
+    )
+
+    @property
+    def kernels(self) -> KernelOptions:
+        """Options of the kernels."""
+        return KernelOptions(
+            device=self.device,
+            sequence=self.sequence,
+            micro_batch_size=(self.micro_batch_size,),
+            tp=self.tp,
+            ep=self.ep,
+            cp=self.cp,
+            repeats=self.repeats,
+        )
+
+
 # The options of how a file of costs is read.
 
 FORMATS = ("pipedream", "csv", "json")

@@ -19,8 +19,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from ..errors import FileError
 from ..text_files import read_text
@@ -46,33 +47,47 @@ def load_kernel_table(path: Path) -> KernelTable:
     """Reads and checks the file. Raises FileError with the line."""
     lines = read_text(path, "table of kernels").splitlines(keepends=True)
     rows = csv.DictReader("\n" if line.startswith("#") else line for line in lines)
-    table: dict[str, dict[tuple[float, ...], float]] = {}
-    peaks: set[float] = set()
     try:
-        for row in rows:
-            where = f"{path}: line {rows.line_num}"
-            kind, shape = _row_key(row, where)
-            peak = _number(row.get("peak_tflops"), f"{where}: peak_tflops", 1e5)
-            peaks.add(peak)
-            table.setdefault(kind, {}).setdefault(shape, _share(row, kind, shape, peak, where))
+        table = read_kernel_rows(((f"{path}: line {rows.line_num}", row) for row in rows), str(path))
     except csv.Error as error:
         raise FileError(f"{path}: line {rows.line_num}: not CSV: {error}", _HINT) from error
+    return table
+
+
+def read_kernel_rows(rows: Iterable[tuple[str, KernelRow]], source: str) -> KernelTable:
+    """Read the rows of a table of kernels.
+
+    Args:
+        rows: Where each row stands, for errors, and its columns.
+        source: The file.
+
+    Raises:
+        FileError: A row is wrong, or the rows are of several devices, or there are none.
+    """
+    table: dict[str, dict[tuple[float, ...], float]] = {}
+    peaks: set[float] = set()
+    for where, row in rows:
+        kind, shape = _row_key(row, where)
+        peak = _number(row.get("peak_tflops"), f"{where}: peak_tflops", 1e5)
+        peaks.add(peak)
+        table.setdefault(kind, {}).setdefault(shape, _share(row, kind, shape, peak, where))
     if len(peaks) != 1:
         what = (
             "no kernels"
             if not peaks
             else f"several peaks: {', '.join(f'{p:g}' for p in sorted(peaks)[:5])} TFLOP/s"
         )
-        raise FileError(f"{path}: {what}", "Give the rows of one device in one dtype.")
-    return KernelTable(peaks.pop() * TERA, table, str(path))
+        raise FileError(f"{source}: {what}", "Give the rows of one device in one dtype.")
+    return KernelTable(peaks.pop() * TERA, table, source)
 
+
+KernelRow: TypeAlias = Mapping[str | None, str | None]
+"""Columns of a row by their names."""
 
 _HINT = "See the columns in docs/solving.md."
 
 
-def _share(
-    row: Mapping[str | None, str | None], kind: str, shape: tuple[float, ...], peak: float, where: str
-) -> float:
+def _share(row: KernelRow, kind: str, shape: tuple[float, ...], peak: float, where: str) -> float:
     """Of the peak that a row's kernel reaches."""
     if row.get("seconds"):
         seconds = _number(row["seconds"], f"{where}: seconds", 1e5)
@@ -84,12 +99,12 @@ def _share(
     return _number(row.get("achieved_tflops"), f"{where}: achieved_tflops", 1e5) / peak
 
 
-def _shape_words(row: Mapping[str | None, str | None]) -> dict[str, str]:
+def _shape_words(row: KernelRow) -> dict[str, str]:
     parts = (row.get("shape") or "").replace(" ", "").split(",")
     return dict(part.split("=", 1) for part in parts if "=" in part)
 
 
-def _row_key(row: Mapping[str | None, str | None], where: str) -> tuple[str, tuple[float, ...]]:
+def _row_key(row: KernelRow, where: str) -> tuple[str, tuple[float, ...]]:
     words = _shape_words(row)
     operation = (row.get("operation") or "").strip()
 
@@ -132,6 +147,11 @@ def _number(text: str | None, where: str, largest: float) -> float:
     return value
 
 
+def row_rate(row: KernelRow, where: str) -> float:
+    """Return the FLOP/s that the kernel of a row with seconds reached. Raises FileError."""
+    return _share({**row, "peak_tflops": "1"}, *_row_key(row, where), 1.0, where) * TERA
+
+
 def write_kernel_table(seconds: Mapping[Product, float], peak: float | None = None) -> str:
     """The text of the file, of measured seconds. `peak` in FLOP/s; None: what the fastest kernel reached."""
     achieved = {kernel: table_flops(kernel) / own for kernel, own in seconds.items()}
@@ -140,14 +160,14 @@ def write_kernel_table(seconds: Mapping[Product, float], peak: float | None = No
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(("operation", "shape", "peak_tflops", "achieved_tflops", "seconds"))
     for kernel, own in achieved.items():
-        operation, shape = _row_words(kernel)
+        operation, shape = kernel_words(kernel)
         tera = (f"{value / TERA:.6g}" for value in (highest, own))
         rows.writerow((operation, shape, *tera, f"{seconds[kernel]:.6g}"))
     return out.getvalue()
 
 
-def _row_words(kernel: Product) -> tuple[str, str]:
-    """Operation and shape as they are read."""
+def kernel_words(kernel: Product) -> tuple[str, str]:
+    """Words of a kernel's operation and shape, as they are read."""
     match kernel:
         case Matmul(m, k, n, layout):
             return "matmul", f"m={m}, k={k}, n={n}, layout={layout}"

@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from .block_kernels import block_work, embedding_work, head_work, predictor_work
+from .corrections import LayerCorrection, LayerKind
 from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
@@ -47,14 +48,15 @@ class LayerSeconds:
         self.block_parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
         self._seconds = {
             (routed, again): self._beside_collectives(
-                self._block_seconds(work, again), self.block_parameters[routed]
+                self._block_seconds(work, routed, again), self.block_parameters[routed]
             )
             for routed, work in self.blocks.items()
             for again in (False, True)
         }
         rows = padded_vocabulary(shape, degrees.tensor, code.vocabulary_multiple)
         self._table = rows * shape.hidden / degrees.tensor
-        lookup, scores = (costs.seconds(work, degrees) for work in (self.embedding, self.head))
+        lookup = costs.seconds(self.embedding, degrees)
+        scores = self._corrected(costs.seconds(self.head, degrees), None)
         table = ParameterCounts(self._table, 0)
         self._lookup, self._scores = (self._beside_collectives(own, table) for own in (lookup, scores))
         self._first_lookup = self._with_first_block(lookup, table)
@@ -144,7 +146,7 @@ class LayerSeconds:
         """Of one, by whether its forward runs again."""
         return {
             again: self._beside_collectives(
-                self._block_seconds(self.predictor, again), self._predictor_parameters
+                self._block_seconds(self.predictor, self.shape.routed[-1], again), self._predictor_parameters
             )
             for again in (False, True)
         }
@@ -342,13 +344,27 @@ class LayerSeconds:
             tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)
         )
 
-    def _block_seconds(self, work: LayerWork, again: bool) -> PassSeconds:
-        forward, backward = self.costs.seconds(work, self.degrees)
+    def correction(self, routed: bool | None) -> LayerCorrection | None:
+        """Return the measured layer that corrects a block with experts or without, or (None) the head."""
+        kind: LayerKind = "head" if routed is None else "experts" if routed else "dense"
+        return self.costs.corrections.of(kind, self.degrees, self.costs.implementation.name)
+
+    def _ratios(self, routed: bool | None) -> PassSeconds:
+        """Ratios of measured seconds to sums of kernels."""
+        own = self.correction(routed)
+        return PassSeconds(1.0, 1.0) if own is None else PassSeconds(own.forward, own.backward)
+
+    def _corrected(self, own: PassSeconds, routed: bool | None) -> PassSeconds:
+        ratios = self._ratios(routed)
+        return PassSeconds(own.forward * ratios.forward, own.backward * ratios.backward)
+
+    def _block_seconds(self, work: LayerWork, routed: bool, again: bool) -> PassSeconds:
+        forward, backward = self._corrected(self.costs.seconds(work, self.degrees), routed)
         if again:
             return PassSeconds(forward, backward + forward)
         if self.setting.recompute == "selective":
             more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.selective)
-            return PassSeconds(forward, backward + more)
+            return PassSeconds(forward, backward + more * self._ratios(routed).forward)
         if self.setting.recompute == "offload":
             copies = self._copy_seconds(work)
             return PassSeconds(max(forward, copies), max(backward, copies))
@@ -392,7 +408,7 @@ class LayerSeconds:
         if self.degrees.zero < 2 or self.degrees.pipeline > 1:
             return self._beside_collectives(lookup, table)
         kind = self.shape.routed[0]
-        block = self._block_seconds(self.blocks[kind], self.setting.recompute == "full")
+        block = self._block_seconds(self.blocks[kind], kind, self.setting.recompute == "full")
         alone = self._beside_collectives(block, self.block_parameters[kind], first=True)
         hidden = self._beside_collectives(block, self.block_parameters[kind])
         own = self._beside_collectives(lookup, table, first=True)

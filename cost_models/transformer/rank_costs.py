@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from ..collectives import (
     all_gather_seconds,
@@ -20,6 +22,7 @@ from ..collectives import (
 )
 from ..machines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
+from .corrections import Corrections
 from .implementations import MEGATRON, Implementation
 from .kernel_table import (
     AttentionKernel,
@@ -85,6 +88,50 @@ class TopologyLinks:
 
 
 @dataclass(frozen=True)
+class CollectiveCurve:
+    """Measured seconds of a collective by bytes.
+
+    Between sizes seconds are interpolated. Below the smallest size they are its own, above the largest one
+    the bytes per second are its own. Noise is removed, so that neither seconds nor bytes per second ever
+    fall as bytes grow.
+    """
+
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @cached_property
+    def _smooth(self) -> np.ndarray:
+        sizes = np.array(self.bytes)
+        rising = np.maximum.accumulate(np.array(self.seconds))
+        return sizes * np.minimum.accumulate(rising / sizes)
+
+    def at(self, bytes: float) -> float:
+        """Return the seconds of so many bytes."""
+        if bytes > self.bytes[-1]:
+            return float(self._smooth[-1] * bytes / self.bytes[-1])
+        return float(np.interp(bytes, self.bytes, self._smooth))
+
+
+GroupKey: TypeAlias = tuple[CollectiveName, int, int]
+"""A collective, the devices of its group and the ranks from one to the next."""
+
+
+@dataclass(frozen=True)
+class MeasuredGroupLinks(TopologyLinks):
+    """Seconds of collectives as measured in groups of the same size and stride, others by the topology."""
+
+    curves: Mapping[GroupKey, CollectiveCurve] = field(default_factory=dict)
+
+    @cached_property
+    def is_concave(self) -> bool:
+        return False
+
+    def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
+        curve = self.curves.get((name, size, stride))
+        return super().collective(name, bytes, size, stride) if curve is None else curve.at(bytes)
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """Of one device: FLOP/s of dense products in bfloat16, bytes per second of its memory, and the share of
     each that kernels reach (ours are assumptions; a table of kernels replaces those of products).
@@ -100,6 +147,8 @@ class DeviceLimits:
     memory_share: float = MEMORY_SHARE
     shares: Mapping[str, float] = field(default_factory=dict)
     stated_flops: float | None = None
+    measures_memory: bool = False
+    """Whether the bandwidth is one that passes over memory were seen to reach."""
 
     def product_seconds(self, kernel: Product) -> float:
         share = self.attention_share if isinstance(kernel, AttentionKernel) else self.product_share
@@ -151,6 +200,8 @@ class RankCosts:
     """Bytes per second of a device's copies to the host's memory, and of those back; None: not known."""
     implementation: Implementation = MEGATRON
     """Training code that is costed."""
+    corrections: Corrections = Corrections()
+    """Measured whole layers and optimizer step."""
     updates: dict[Hashable, float] = field(init=False, default_factory=dict, compare=False, repr=False)
     """Seconds of updates that were asked for."""
     works: dict[Hashable, LayerWork] = field(init=False, default_factory=dict, compare=False, repr=False)
@@ -173,6 +224,21 @@ class RankCosts:
     def memory_seconds(self, bytes: float) -> float:
         """Of a pass over memory of so many bytes."""
         return self.limits.pass_seconds(MemoryPass(bytes)) + self.overheads.gap
+
+    def is_measured(self, kernel: Kernel, degrees: ParallelDegrees) -> bool:
+        """Return whether a kernel of that shape, or a collective in such a group, was measured."""
+        match kernel:
+            case MemoryPass():
+                return self.limits.measures_memory
+            case Collective(name, _, group):
+                curves = self.links.curves if isinstance(self.links, MeasuredGroupLinks) else {}
+                return (name, *rank_group(group, degrees)) in curves
+            case RingAttention(step, _, bytes):
+                return self.is_measured(step, degrees) and self.is_measured(
+                    Collective("ring", bytes, "context"), degrees
+                )
+            case _:
+                return self.table is not None and self.table.has(kernel)
 
     def _sum(self, kernels: Iterable[Kernel], degrees: ParallelDegrees) -> float:
         return sum(self.kernel_seconds(kernel, degrees) for kernel in kernels)

@@ -90,12 +90,12 @@ def _update_seconds(own: ParameterCounts, degrees: ParallelDegrees, costs: RankC
         # In a pipeline ZeRO 2 gathers once a step; where a schedule gathers stages, the simulator has it.
         if size > 1 and (degrees.zero == 1 or (degrees.zero == 2 and degrees.pipeline > 1)):
             total += links.collective("all_gather", WEIGHT * count, size, stride)
-        for bytes in _passes(count, share, degrees, costs):
-            total += costs.memory_seconds(bytes)
+        passes = sum(costs.memory_seconds(bytes) for bytes in update_passes(count, share, degrees, costs))
+        total += passes * (costs.corrections.update or 1.0)
     return total
 
 
-def _passes(count: float, share: float, degrees: ParallelDegrees, costs: RankCosts) -> list[float]:
+def update_passes(count: float, share: float, degrees: ParallelDegrees, costs: RankCosts) -> list[float]:
     """Bytes of the passes over so many parameters, of which a device updates a share: gradients are zeroed,
     looked through for what is no number and divided by the replicas (both in megatron-core's
     `start_grad_sync`, Megatron-LM's defaults; FSDP does it in its collectives), their norm is taken, they are

@@ -160,6 +160,12 @@ class ConfigurationOptions(Options):
     kernels: Converted[str | Path | None, Path | None] = _option(
         None, arguments.optional_path, "A CSV file of measured kernels; default: the GPU's limits.", "FILE"
     )
+    machine: Converted[str | Path | None, Path | None] = _option(
+        None,
+        arguments.optional_path,
+        "What pplan machine measure wrote: kernels, links and whole layers of your machine.",
+        "FILE",
+    )
     sequence: int = _option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
     layers: int | None = _option(
         None,

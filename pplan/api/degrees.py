@@ -17,6 +17,7 @@ from ..cost_models.machines import (
     device_context,
     device_preset,
     host_bandwidth,
+    same_device,
 )
 from ..cost_models.memory import FRAGMENTATION_RESERVE, MEMORY_ERROR
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
@@ -26,7 +27,9 @@ from ..cost_models.transformer.configuration import load_transformer_shape, tran
 from ..cost_models.transformer.implementations import IMPLEMENTATIONS
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.kernel_table_file import load_kernel_table
+from ..cost_models.transformer.measured_share import measured_share
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
+from ..cost_models.transformer.training_setting import block_ranges
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_combinations import options_to_allow
@@ -36,8 +39,10 @@ from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from ..planner.plan_file import Plan, PlannedStage
+from ..profiler.machine_file import MachineFile
 from .configuration import Configuration
 from .machine import count_gpus
+from .measured_machine import machine_notes
 from .provenance import made_by
 
 _GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
@@ -73,10 +78,17 @@ def solve_configuration(config: Configuration, machine: MachineOptions, options:
     answer = find_degrees(config.shape, options, costed)
     plan = costed.plan(answer)
     reference = plan.profile.model_copy(update={"file": config.file, "sha256": config.sha256})
+    notes, prediction = _notes(answer, costed.measured), plan.prediction
+    if costed.measured is not None:
+        best = answer.plans[0]
+        share = measured_share(best.layers, block_ranges(best.blocks))
+        notes = [*machine_notes(costed.measured, best.layers, share), *notes]
+        prediction = prediction.model_copy(update={"uncertainty": share.error})
     update = {
         "profile": reference,
         "warnings": memory_warnings(plan.stages),
-        "notes": _notes(answer),
+        "notes": notes,
+        "prediction": prediction,
         "made_by": made_by(MadeBy()),
     }
     return plan.model_copy(update=update)
@@ -114,6 +126,8 @@ class MachineCosts:
     costs: RankCosts
     limit_bytes: float
     context_bytes: float
+    measured: MachineFile | None = None
+    """What was measured of the machine."""
 
     def plan(self, answer: DegreeAnswer) -> Plan:
         """Build the plan of an answer."""
@@ -122,9 +136,19 @@ class MachineCosts:
 
 def machine_costs(machine: MachineOptions, options: DegreeOptions) -> MachineCosts:
     """Read the machine and the kernels that the options name. Raises UsageError and FileError."""
-    topology = build_machine(machine)
+    measured = None if options.machine is None else MachineFile.load(options.machine)
+    topology = build_machine(machine, measured, options.machine)
     device = topology.device(0)
-    costs = rank_costs(topology, None if options.kernels is None else load_kernel_table(options.kernels))
+    if measured is None or options.machine is None:
+        table = None if options.kernels is None else load_kernel_table(options.kernels)
+        costs = rank_costs(topology, table)
+    elif options.kernels is not None:
+        raise UsageError(
+            f"kernels={str(options.kernels)!r}: the file of `machine` has kernels, too", "Omit `kernels`."
+        )
+    else:
+        has_links = measured.links is not None and not _states_links(machine)
+        costs = measured.rank_costs(topology, options.machine, has_own_links=has_links)
     rate = host_bandwidth(device.name) if options.host_bandwidth is None else options.host_bandwidth
     context = device_context(device.name)
     return MachineCosts(
@@ -132,7 +156,13 @@ def machine_costs(machine: MachineOptions, options: DegreeOptions) -> MachineCos
         replace(costs, host_bandwidth=rate, implementation=IMPLEMENTATIONS[options.implementation]),
         usable_bytes(topology),
         0.0 if context is None else context.value,
+        measured,
     )
+
+
+def _states_links(machine: MachineOptions) -> bool:
+    """Return whether the options say what links there are."""
+    return any(each is not None for each in (machine.topology, machine.bandwidth, machine.latency))
 
 
 def _with_memory(error: InfeasibleError, topology: Topology) -> InfeasibleError:
@@ -177,13 +207,32 @@ def memory_warnings(stages: Sequence[PlannedStage]) -> list[str]:
     ]
 
 
-def build_machine(machine: MachineOptions) -> Topology:
-    """The topology. Raises UsageError where the number of devices is missing, or they are unlike."""
-    gpus = count_gpus(machine)
-    if machine.gpu is None and machine.topology is None:
-        raise UsageError("`gpu` is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
-    no_profile = ProfiledDevice(UNKNOWN_DEVICE, "", None)
-    topology = make_topology(gpus=gpus, file=machine.topology, profiled=no_profile, **machine.parts)
+def build_machine(
+    machine: MachineOptions, measured: MachineFile | None = None, path: Path | None = None
+) -> Topology:
+    """Build the topology of the options, else of the measured machine.
+
+    Raises UsageError where the number of devices is missing, or they are unlike, or others than the measured.
+    """
+    if measured is None or path is None:
+        gpus = count_gpus(machine)
+        if machine.gpu is None and machine.topology is None:
+            raise UsageError(
+                "`gpu` is missing", f"Name the GPU: `gpu`, one of {_GPUS}; or measure it: `machine`."
+            )
+        profiled, file = ProfiledDevice(UNKNOWN_DEVICE, "", None), machine.topology
+        topology = make_topology(gpus=gpus, file=file, profiled=profiled, **machine.parts)
+    else:
+        own = measured.topology_file(path) if machine.topology is None else machine.topology
+        gpus = measured.devices if machine.gpus is None and machine.topology is None else count_gpus(machine)
+        profiled = measured.profiled_device()
+        topology = make_topology(gpus=gpus, file=own, profiled=profiled, **machine.parts)
+        name = topology.device(0).name
+        if not same_device(name, measured.device_name):
+            raise UsageError(
+                f"machine={str(path)!r}: was measured on {measured.device_name}, the plan is for {name}",
+                "Omit `gpu` and `topology`, or measure that device.",
+            )
     if len(topology.kinds) > 1:
         kinds = ", ".join(kind.name for kind in topology.kinds)
         raise UsageError(f"devices of several kinds ({kinds})", "Degrees are found for devices of one kind.")
@@ -299,7 +348,7 @@ def _expectation(answer: DegreeAnswer) -> str:
     )
 
 
-def _notes(answer: DegreeAnswer) -> list[str]:
+def _notes(answer: DegreeAnswer, measured: MachineFile | None) -> list[str]:
     limits, overheads = answer.costs.limits, answer.costs.overheads
     shares = (
         f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
@@ -322,7 +371,8 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         notes.append(_offload_note(answer))
     if answer.costs.table is None:
         notes.append(
-            f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
+            f"no kernels are measured: by assumption they reach {shares}; give what `pplan machine measure` "
+            "wrote with `machine`"
         )
     else:
         if limits.stated_flops and not _LEAST_PEAK <= limits.flops / limits.stated_flops <= _LARGEST_PEAK:
@@ -330,18 +380,20 @@ def _notes(answer: DegreeAnswer) -> list[str]:
                 f"the table's peak is {limits.flops / TERA:g} TFLOP/s, and that of the GPU in bfloat16 "
                 f"{limits.stated_flops / TERA:g}: its kernels may be another device's"
             )
-        if answer.assumed_kernels:
+        if answer.assumed_kernels and measured is None:
             notes.append(_assumed_note(answer, answer.costs.table, shares))
-    notes.append(
-        f"as measured on B200, {format_seconds(overheads.gap)} follow each pass over memory, and each kernel "
-        "of a layer with experts"
-    )
-    if answer.costs.table is not None:
+    if measured is None or not limits.measures_memory:
+        notes.append(
+            f"as measured on B200, {format_seconds(overheads.gap)} follow each pass over memory, and each kernel "
+            "of a layer with experts"
+        )
+    if answer.costs.table is not None and measured is None:
         notes.append(
             f"as fitted to a training loop on B200, the table's products take {overheads.slowdown - 1:.0%} "
             "longer"
         )
-    notes.append(_expectation(answer))
+    if measured is None:
+        notes.append(_expectation(answer))
     notes.append(
         "not modelled: overlap of the communication inside a layer with computing (but a ring's with its "
         "attention), experts that get unequal numbers of tokens, expert-tensor parallelism"
