@@ -27,7 +27,7 @@ from .degree_combinations import (
 )
 from .degree_options import DegreeOptions
 
-_FREE: dict[str, Any] = {
+FREE_VALUES: dict[str, Any] = {
     "tp": None,
     "pp": None,
     "cp": None,
@@ -43,11 +43,13 @@ _FREE: dict[str, Any] = {
 
 def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptions) -> UsageError:
     """Return an error with the restricting options, the nearest miss, and which option to change."""
-    allowed = {name: getattr(options, name) for name, free in _FREE.items() if getattr(options, name) != free}
-    if _is_any(shape, devices, replace(options, **_FREE)):
+    allowed = {
+        name: getattr(options, name) for name, free in FREE_VALUES.items() if getattr(options, name) != free
+    }
+    if _is_any(shape, devices, replace(options, **FREE_VALUES)):
         words = ", ".join(f"{name}={_text(value)}" for name, value in allowed.items())
         enough = [
-            name for name in allowed if _is_any(shape, devices, replace(options, **{name: _FREE[name]}))
+            name for name in allowed if _is_any(shape, devices, replace(options, **{name: FREE_VALUES[name]}))
         ]
         one_of = ", or ".join(f"`{name}`" for name in enough)
         return UsageError(
@@ -57,7 +59,7 @@ def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptio
     divide = f"no degrees divide {format_count(devices, 'device')}, {format_count(shape.blocks, 'layer')} and"
     divide += f" a batch of {options.mini_batch}"
     for context in range(1, devices + 1):
-        shared = replace(options, **{**_FREE, "cp": (context,)})
+        shared = replace(options, **{**FREE_VALUES, "cp": (context,)})
         if devices % context == 0 and _is_any(shape, devices, shared):
             return UsageError(
                 f"{divide} that leave a device {LEAST_TOKENS} tokens of a sequence of {options.sequence}",

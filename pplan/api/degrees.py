@@ -41,6 +41,7 @@ from ..planner.degrees.stage_degree_search import check_blocks, search_stage_deg
 from ..planner.plan_file import Plan, PlannedStage
 from ..profiler.machine_file import MachineFile
 from .configuration import Configuration
+from .fitting_changes import fitting_changes
 from .machine import count_gpus
 from .measured_machine import machine_notes
 from .provenance import made_by
@@ -106,7 +107,8 @@ def find_degrees(shape: TransformerShape, options: DegreeOptions, machine: Machi
     try:
         answer = search_degrees(shape, topology.gpus, costs, options, limit)
     except InfeasibleError as error:
-        raise _with_memory(error, topology) from None
+        changes = fitting_changes(shape, options, topology, costs, limit)
+        raise _with_changes(error, topology, list(changes)) from None
     if options.by_stage:
         best = answer.plans[0].estimate.step_seconds
         by_stage = search_stage_degrees(shape, topology, costs, options, limit, best)
@@ -165,17 +167,18 @@ def _states_links(machine: MachineOptions) -> bool:
     return any(each is not None for each in (machine.topology, machine.bandwidth, machine.latency))
 
 
-def _with_memory(error: InfeasibleError, topology: Topology) -> InfeasibleError:
-    """The same, with the memory of a device that would do, its context and the reserve included."""
+def _with_changes(error: InfeasibleError, topology: Topology, changes: list[str]) -> InfeasibleError:
+    """The same, with the memory of a device that would do, its context and the reserve included, and changes
+    that are enough."""
     device = topology.device(0)
     context = device_context(device.name)
     needed = error.details["needed_bytes"] * (1 + FRAGMENTATION_RESERVE)
     needed += 0 if context is None else context.value
-    would_fit = f"memory='{needed / 2**30 + 0.005:.2f}GiB' a device"
+    would_fit = [f"memory='{needed / 2**30 + 0.005:.2f}GiB' a device", *changes]
     return InfeasibleError(
         f"{error.what} of its {format_bytes(device.memory_bytes or 0)}",
-        f"What would fit: {would_fit}. Or {error.hint[:1].lower()}{error.hint[1:]}",
-        error.details | {"would_fit": [would_fit]},
+        f"What would fit: {'; or '.join(would_fit)}. Or {error.hint[:1].lower()}{error.hint[1:]}",
+        error.details | {"would_fit": would_fit},
     )
 
 

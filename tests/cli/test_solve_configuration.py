@@ -12,6 +12,7 @@ import pytest
 
 import pplan
 from pplan.cli.app import main
+from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.quantities import format_seconds
 from pplan.runtimes.degree_exports import DegreeRequest, megatron_arguments, torchtitan_arguments
 from pplan.runtimes.documents import MegatronExport
@@ -485,11 +486,29 @@ def test_the_memory_that_is_said_to_fit(
     assert re.search(
         r"needs least, [\d.]+ MiB on a device, of which [\d.]+ (MiB|B) may be used of its ", what
     )
-    enough = re.match(r"  What would fit: --memory ([\d.]+)GiB a device\. Or use more", hint)
+    enough = re.match(r"  What would fit: --memory ([\d.]+)GiB a device(?:; or .*)?\. Or use more", hint)
     assert enough is not None
     assert main([*command, "--memory", f"{enough[1]}GiB"]) == 0
     head = capsys.readouterr().out.splitlines()
     assert f" on {gpus} GPU{'s' if gpus > 1 else ''}: " in head[0]
+
+
+def test_every_change_that_is_said_to_fit_does_with_its_step() -> None:
+    """On a machine of a few GPUs; options that restrict the search are changes, too."""
+    narrow = {"mini_batch": 2, "gpu": "h100", "memory_bytes": 1050 * 2**20, "recompute": "never"}
+    narrow |= {"gpus": 2, "sequence": 16384, "tp": 1, "zero": 1, "pp": 1}
+    with pytest.raises(InfeasibleError) as raised:
+        pplan.solve(SMALL, **narrow)
+    _, *changes = raised.value.details["would_fit"]
+    free = {"recompute": "auto", "tp": None, "zero": None, "pp": None}
+    kinds = set()
+    for words in changes:
+        change, step = re.fullmatch(r"(.*) \(([\d.]+ \S+) a step\)", words).groups()
+        name, _, value = change.replace("any ", "").replace("`", "").partition("=")
+        kinds.add(name)
+        plan = pplan.solve(SMALL, **{**narrow, name: int(value) if value else free.get(name, True)})
+        assert format_seconds(plan.prediction.step_seconds) == step, words
+    assert kinds == {"sequence", "recompute", "gpus"}
 
 
 def test_the_fastest_is_of_those_allowed_where_a_baseline_is_faster(
