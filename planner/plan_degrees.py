@@ -156,6 +156,8 @@ class TransformerTraining(Record):
         sequence: Tokens of a sample.
         parameters: Number of parameters.
         active_parameters: Number of parameters that a token uses.
+        measured_share: Share of the busiest device's seconds that was measured on the machine, 0 to 1. None
+            if no machine was measured.
     """
 
     implementation: Annotated[str, AfterValidator(_check_implementation)] = "megatron"
@@ -165,6 +167,7 @@ class TransformerTraining(Record):
     sequence: Count
     parameters: Count
     active_parameters: Count
+    measured_share: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @property
     def has_experts(self) -> bool:

@@ -79,17 +79,19 @@ def solve_configuration(config: Configuration, machine: MachineOptions, options:
     answer = find_degrees(config.shape, options, costed)
     plan = costed.plan(answer)
     reference = plan.profile.model_copy(update={"file": config.file, "sha256": config.sha256})
-    notes, prediction = _notes(answer, costed.measured), plan.prediction
-    if costed.measured is not None:
+    notes, prediction, training = _notes(answer, costed.measured), plan.prediction, plan.training
+    if costed.measured is not None and training is not None:
         best = answer.plans[0]
         share = measured_share(best.layers, block_ranges(best.blocks))
         notes = [*machine_notes(costed.measured, best.layers, share), *notes]
         prediction = prediction.model_copy(update={"uncertainty": share.error})
+        training = training.model_copy(update={"measured_share": min(1.0, share.whole + share.kernels)})
     update = {
         "profile": reference,
         "warnings": memory_warnings(plan.stages),
         "notes": notes,
         "prediction": prediction,
+        "training": training,
         "made_by": made_by(MadeBy()),
     }
     return plan.model_copy(update=update)

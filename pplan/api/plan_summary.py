@@ -241,11 +241,17 @@ def _degree_answer(plan: Plan, training: TransformerTraining) -> list[str]:
     sizes = f"{format_amount(training.parameters)} parameters"
     if training.has_experts:
         sizes += f", of which a token uses {format_amount(training.active_parameters)}"
+    source = "seconds and bytes are estimated"
+    if (share := training.measured_share) is not None:
+        source = (
+            f"{whole_percent(share)} of the seconds are measured on {plan.profile.device_name}, the others "
+            "and the bytes estimated,"
+        )
     return [
         f"{name} is the fastest found{among} on {format_count(plan.device_count, 'GPU')}: "
         f"{_plan_figures(plan)}.",
-        f"{plan.model}, {format_count(training.blocks, 'block')}, {sizes}; seconds and bytes are estimated "
-        f"for {training.implementation}'s code.",
+        f"{plan.model}, {format_count(training.blocks, 'block')}, {sizes}; {source} for "
+        f"{training.implementation}'s code.",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,9 @@ def test_the_file_brings_the_prediction_of_a_block_to_its_measured_run(machine: 
     assert not 1 / 3 < block_seconds(gpu="h100") / measured < 3
 
 
-def test_the_answer_says_what_was_measured(machine: Path, tmp_path: Path) -> None:
+def test_the_answer_says_what_was_measured(
+    machine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = pplan.solve(CONFIG, machine=machine, **ASKED)
     assert plan.gpus == 1
     assert plan.prediction.uncertainty is not None
@@ -84,8 +87,13 @@ def test_the_answer_says_what_was_measured(machine: Path, tmp_path: Path) -> Non
     assert not any("100% as whole layers" in note for note in other.notes)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    own = ["--machine", str(machine), "--sequence", "64", "--mini-batch", "2", "-o", str(tmp_path / "p.json")]
-    assert main(["solve", str(config), *own]) == 0
+    words = ["--machine", str(machine), "--sequence", "64", "--micro-batch-size", "1", "--mini-batch", "2"]
+    assert main(["solve", str(config), *words, "-o", str(tmp_path / "p.json")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"a step \(± \d+ %\)", printed)
+    assert re.search(
+        r"; 100 % of the seconds are measured on .*, the others and the bytes estimated", printed
+    )
 
 
 def test_a_layer_comes_out_as_it_was_measured(machine: Path) -> None:
@@ -162,6 +170,7 @@ sys.exit(main())
 
 SHARES = """
 import os
+import re
 import torch
 import torch.distributed as dist
 from pplan.cost_models.transformer.configuration import transformer_shape
