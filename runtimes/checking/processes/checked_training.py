@@ -263,7 +263,7 @@ class CheckedTraining:
                 train()
                 between()
                 gc.collect()
-                held = live.held_after(live.mark())
+                base = live.held_after(live.mark())
                 if not sees_kernels(self.devices[0]):
                     train()
                     peak = live.peak_in(live.mark())
@@ -272,7 +272,7 @@ class CheckedTraining:
                     allocations.mark()
                     train()
                     interval = allocations.mark()
-                peak = held + allocations.peak_in(interval)
+                peak = base + allocations.peak_in(interval)
             shared = self.case.replicas > 1 and training.is_first
             return [peak - input_bytes - shared * input_bytes // self.case.replicas]
         train()
