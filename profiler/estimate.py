@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, match_device
@@ -25,11 +26,150 @@ from .meta_device import ON_A_GPU, Kernels, MetaOperations, attention_as_on_the_
 from .operations import LayerOperations, Operation, operation_counter
 from .passes import IdleWatcher, LayerTimes, OutputGradients, PassTimes, forward_layers, run_layers
 from .profile_file import Profile, Unmeasured
-from .repeated_layers import Description, OperationRecord, disjoint_rows
 from .size_run import SizeResult, SizeRun
 from .size_sweep import Progress, is_left_out, refused_size
 from .timed_passes import TimedPasses
+from .torch_private import TorchDispatchMode, storage_key, tree_leaves
 from .user_model import ModelInput
+
+# What parts of a model run, described so that parts which are equal have equal descriptions.
+
+Description = tuple[object, ...]
+"""Two parts have the same one where they run the same operations on tensors of the same shapes, dtypes and
+storages, in modules of the same classes with parameters of the same shapes."""
+
+
+class OperationRecord(TorchDispatchMode, IdleWatcher):  # type: ignore[no-untyped-call]
+    """Describes each of `layers`, as the watcher of a forward that runs while this is entered."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.descriptions: list[Description] = []
+        """By layer, in the order in which they run."""
+        self._layers = layers
+        self._lines: list[Description] = []
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._is_inside = False
+
+    def before(self, index: int, layer_input: Any) -> None:
+        module = self._layers[index].module
+        self._storages.clear()
+        self._is_inside = True
+        self._lines = [
+            _class_names(module),
+            *((own.requires_grad, self._describe(own)) for own in (*module.parameters(), *module.buffers())),
+            tuple(
+                (leaf.requires_grad, self._describe(leaf)) if isinstance(leaf, Tensor) else ()
+                for leaf in tree_leaves(layer_input)
+            ),
+        ]
+
+    def after(self, index: int, output: Any) -> None:  # noqa: ARG002
+        self._is_inside = False
+        self._lines.append(tuple(map(self._describe, tree_leaves(output))))
+        self.descriptions.append(tuple(self._lines))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._is_inside:
+            described = map(self._describe, tree_leaves((args, kwargs or {}, result)))
+            self._lines.append((func, torch.is_grad_enabled(), *described))
+        return result
+
+    def _describe(self, leaf: Any) -> object:
+        """A tensor's layout, and which storage of the layer's it lies in, by order of appearance; what else
+        it is."""
+        if not isinstance(leaf, Tensor):
+            # 1, 1.0 and True are equal, and nan is not.
+            return (type(leaf), leaf) if type(leaf) in _COMPARED else repr(leaf)
+        storage = leaf.untyped_storage()
+        # Kept, so that no other storage takes its identity.
+        number, _ = self._storages.setdefault(storage_key(storage), (len(self._storages), storage))
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        return number, storage.nbytes(), leaf.dtype, leaf.shape, strides, leaf.storage_offset()
+
+
+_COMPARED = (int, bool, str, type(None), torch.dtype)
+
+
+def _class_names(module: nn.Module) -> Description:
+    return tuple(f"{type(own).__module__}.{type(own).__qualname__}" for own in module.modules())
+
+
+# Rows of layers whose kinds repeat: one kind, or several in turn (local and global attention).
+#
+# What a layer saves and needs depends on the layers around it, too: on its neighbours, and on which of the
+# tensors that are handed on it is the first or the last to use. So a period and one more at each end of a row
+# stand for themselves, and of the others one period for all.
+
+_LONGEST = 100
+"""Kinds that take turns."""
+
+
+class RepeatingRow(NamedTuple):
+    """From `start` to before `stop` each kind is that of `period` places before."""
+
+    start: int
+    stop: int
+    period: int
+
+    @property
+    def end(self) -> int:
+        """So many at each end stand for themselves."""
+        return self.period + 1
+
+    def repeated(self) -> range:
+        """Whole periods that the one before them stands for."""
+        start = self.start + self.end + self.period
+        room = max(0, self.stop - self.end - start)
+        return range(start, start + room // self.period * self.period)
+
+    def between(self, start: int, stop: int) -> RepeatingRow:
+        """Its part there."""
+        return RepeatingRow(max(self.start, start), min(self.stop, stop), self.period)
+
+
+def find_rows(kinds: Sequence[Hashable]) -> list[RepeatingRow]:
+    """All that are as long as they can be and have places that others stand for, of short periods first."""
+    numbers: dict[Hashable, int] = {}
+    places = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    rows = [
+        row
+        for period in range(1, min(_LONGEST, len(places) // 4) + 1)
+        for row in _rows_of_period(places, period)
+    ]
+    return [row for row in rows if row.repeated()]
+
+
+def disjoint_rows(kinds: Sequence[Hashable]) -> list[RepeatingRow]:
+    """Rows that do not overlap, first that in which most is repeated, in their order."""
+    rows = find_rows(kinds)
+    apart: list[RepeatingRow] = []
+    free = [(0, len(kinds))]
+    while free and rows:
+        start, stop = free.pop()
+        parts = [row.between(start, stop) for row in rows]
+        best = max(parts, key=lambda row: len(row.repeated()))
+        if best.repeated():
+            apart.append(best)
+            free += [(start, best.start), (best.stop, stop)]
+    return sorted(apart)
+
+
+def _rows_of_period(places: Sequence[int], period: int) -> Iterator[RepeatingRow]:
+    start = None
+    for place in range(len(places) - period + 1):
+        is_same = place + period < len(places) and places[place] == places[place + period]
+        if is_same and start is None:
+            start = place
+        elif not is_same and start is not None:
+            yield RepeatingRow(start, place + period, period)
+            start = None
+
 
 # Equal layers in a row, as the blocks of a transformer, or kinds in turn: on the meta device one of each is
 # counted for all.
@@ -68,60 +208,22 @@ class EqualLayers:
         return sorted(set(self.counted))
 
 
-def all_different(subject: MeasurementTarget) -> EqualLayers:
-    """Every layer is counted by itself."""
-    return EqualLayers(subject, tuple(range(len(subject.chain))))
-
-
-def find_equal_layers(subject: MeasurementTarget, size: int) -> EqualLayers | None:
-    """Runs the layers forward once, at a micro-batch of `size`, on the meta device; None where those around
-    layers that cannot be run are not all equal: then they may not be, either.
+def find_equal_layers(subject: MeasurementTarget, size: int) -> EqualLayers:
+    """Runs the layers forward once, at a micro-batch of `size`, on the meta device.
 
     Raises ModelError as a pass through the layers does.
     """
-    representatives = subject.representatives or tuple(range(len(subject.chain)))
-    runnable = sorted(set(representatives))
-    layers = [subject.chain.layers[index] for index in runnable]
+    layers = subject.chain.layers
     example = ModelInput.of(subject.loaded.example_input_for(size))
     example = example.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
-    recorder = _Recorder(layers)
-    with partial(subject.modes.forward_context, subject.device)(), recorder:
+    recorder = OperationRecord(layers)
+    with subject.modes.forward_context(subject.device), recorder:
         forward_layers(layers, example.layer_input, recorder, lambda _index, _tensors: None)
-    if not _are_rows(representatives, dict(zip(runnable, recorder.descriptions, strict=True))):
-        return None
     counted = list(range(len(layers)))
     for row in disjoint_rows(recorder.descriptions):
         for place in row.repeated():
             counted[place] = counted[place - row.period]
-    by_layer = {index: runnable[place] for index, place in zip(runnable, counted, strict=True)}
-    return EqualLayers(subject, tuple(by_layer[index] for index in representatives))
-
-
-def _are_rows(representatives: Sequence[int], descriptions: Mapping[int, Description]) -> bool:
-    """Whether the period behind layers that cannot be run is as that before them, which stands for them."""
-    dropped = [index for index, own in enumerate(representatives) if own != index]
-    firsts = [index for index in dropped if index - 1 not in dropped]
-    ends = [index + 1 for index in dropped if index + 1 not in dropped]
-    for first, end in zip(firsts, ends, strict=True):
-        own = representatives[first]
-        behind = [descriptions.get(end + place) for place in range(first - own)]
-        if behind != [descriptions.get(own + place) for place in range(first - own)]:
-            return False
-    return True
-
-
-class _Recorder(OperationRecord, IdleWatcher):  # type: ignore[no-untyped-call]
-    """Describes each layer, as the watcher of a forward."""
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        super().__init__()
-        self._layers = layers
-
-    def before(self, index: int, layer_input: Any) -> None:
-        self.begin(self._layers[index].module, layer_input)
-
-    def after(self, index: int, output: Any) -> None:  # noqa: ARG002
-        self.end(output)
+    return EqualLayers(subject, tuple(counted))
 
 
 # The layers and their bytes on the meta device: exact, at no cost, and without seconds.

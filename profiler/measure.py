@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -21,7 +21,6 @@ from .comparison import left_alone
 from .estimate import (
     SIZES,
     AnalyticTarget,
-    all_different,
     as_on_the_cpu,
     count_structure,
     estimate,
@@ -29,7 +28,7 @@ from .estimate import (
 )
 from .fingerprint import fingerprint
 from .journal import Journal
-from .layer import KEEP_BATCH, LayerChain, ShapeDependsOnBatch, storage_aliases
+from .layer import KEEP_BATCH, ShapeDependsOnBatch, storage_aliases
 from .layers import build_chain
 from .local_machine import free_bytes, parse_device
 from .losses import load_loss
@@ -38,7 +37,6 @@ from .models import from_module
 from .modes import Modes
 from .profile_file import Interrupted, Profile, Unmeasured
 from .profile_options import ProfileOptions
-from .repeated_layers import shorten
 from .segments import SegmentedSweep
 from .size_run import release
 from .size_sweep import Progress, SizeSweep, WholeSweep, host_note
@@ -47,7 +45,6 @@ from .trial import experts_on_meta
 from .user_model import (
     DoesNotFit,
     LoadedModel,
-    ModelInput,
     copy_model,
     copy_to_host,
     copy_to_meta,
@@ -253,10 +250,9 @@ def _sweep_profile(
 
 
 def _build_target(
-    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False, few_blocks: bool = False
+    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False
 ) -> MeasurementTarget:
-    """The working copy on the device (`host`: left on the CPU), and its layers. `few_blocks`: of many equal
-    blocks only some need be traced. Raises DoesNotFit."""
+    """The working copy on the device (`host`: left on the CPU), and its layers. Raises DoesNotFit."""
     kind, notes = dtype_for(loaded, setup.dtype)
     place = torch.device("cpu") if host else setup.device
     refuse_hooks(loaded.module, loaded.name)  # a copy of a GraphModule has none
@@ -266,7 +262,16 @@ def _build_target(
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
         with left_alone(loaded.module, loaded.name):
-            chain, representatives = _chain(copy, example, loaded, setup, few_blocks=few_blocks)
+            chain = build_chain(
+                copy,
+                example,
+                name=loaded.name,
+                granularity=setup.granularity,
+                keep_together=setup.keep_together,
+                aliases=storage_aliases(loaded.module),
+                verify=True,
+                verify_seconds=setup.verify_seconds,
+            )
         if chain.faults.any_size:
             raise ShapeDependsOnBatch(f"{loaded.name}: {chain.faults.any_size}", KEEP_BATCH)
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
@@ -280,7 +285,6 @@ def _build_target(
             (*loaded.notes, *notes, *layouts),
             setup.modes,
             load_loss(setup.loss, setup.seed),
-            representatives,
         )
     except Exception as error:
         if isinstance(error, ModelError) and notes:
@@ -296,31 +300,6 @@ def _build_target(
         f"{loaded.name}: the model does not fit on {place}: {reason}",
         "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
-
-
-def _chain(
-    copy: nn.Module, example: ModelInput, loaded: LoadedModel, setup: Setup, *, few_blocks: bool
-) -> tuple[LayerChain, tuple[int, ...] | None]:
-    """The layers, and their `representatives`."""
-    aliases = storage_aliases(loaded.module)
-    build = partial(
-        build_chain,
-        copy,
-        example,
-        name=loaded.name,
-        granularity=setup.granularity,
-        keep_together=setup.keep_together,
-        aliases=aliases,
-        verify=True,
-        verify_seconds=setup.verify_seconds,
-    )
-    if few_blocks and not (aliases or setup.keep_together):
-        with shorten(copy, example, setup.granularity) as row, suppress(ModelError):
-            chain = None if row is None else build()
-        whole = None if row is None or chain is None else row.complete(chain, copy)
-        if whole is not None:
-            return whole
-    return build(), None
 
 
 def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
@@ -367,13 +346,9 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     kernels = None if target is None else target.kernels
     # Not at size 1, which batch norm refuses.
     size = (limits.request.sizes or SIZES)[-1]
-    for few in (True, False):
-        subject = _build_target(loaded, setup, limits.smallest, few_blocks=few)
-        with (kernels or as_on_the_cpu)():
-            blocks = find_equal_layers(subject, size)
-        if blocks is not None:
-            break
-    blocks = blocks or all_different(subject)
+    subject = _build_target(loaded, setup, limits.smallest)
+    with (kernels or as_on_the_cpu)():
+        blocks = find_equal_layers(subject, size)
     memory = None if target is None else target.roofline.memory_bytes
     estimates = target is not None
     results, refused, notes = count_structure(

@@ -36,8 +36,6 @@ class MeasurementTarget:
     modes: Modes = field(default_factory=Modes)
     """The working copy is converted already."""
     loss: Loss | None = None
-    representatives: tuple[int, ...] | None = None
-    """By layer: itself, or, for one that cannot be run, an equal one. None: each itself."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pplan.profiler.clocks import CpuClock
-from pplan.profiler.estimate import all_different, as_on_a_gpu, count_operations, count_structure
+from pplan.profiler.estimate import EqualLayers, as_on_a_gpu, count_operations, count_structure
 from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import load_loss
 from pplan.profiler.measurement_target import MeasurementTarget
@@ -39,11 +39,12 @@ def operations(
         0,
         loss=load_loss(loss),
     )
+    each_itself = EqualLayers(subject, tuple(range(len(chain))))
     beside_bytes: list[LayerOperations] | None = None
     if again:
-        results, _, _ = count_structure(all_different(subject), [size], KERNELS, operations=True)
+        results, _, _ = count_structure(each_itself, [size], KERNELS, operations=True)
         beside_bytes = list(results[0].operations or ())
-    alone = count_operations(all_different(subject), size, KERNELS)
+    alone = count_operations(each_itself, size, KERNELS)
     assert beside_bytes in (None, alone)
     return alone
 

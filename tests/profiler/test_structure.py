@@ -18,7 +18,7 @@ from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer,
 from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.clocks import CpuClock
-from pplan.profiler.estimate import all_different, as_on_the_cpu, count_structure
+from pplan.profiler.estimate import EqualLayers, as_on_the_cpu, count_structure
 from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
@@ -63,6 +63,10 @@ def bytes_of(subject: MeasurementTarget, result: SizeResult, *, workspace: bool)
     return {layer.name: row for layer, row in zip(subject.chain.layers, rows, strict=True)}
 
 
+def each_itself(subject: MeasurementTarget) -> EqualLayers:
+    return EqualLayers(subject, tuple(range(len(subject.chain))))
+
+
 def both(
     model: nn.Module,
     example: object,
@@ -75,7 +79,7 @@ def both(
     """Of the model on meta, and on the CPU."""
     settings = (dtype, modes or Modes(), granularity)
     subject = subject_of(model, example, "meta", *settings)
-    (result,), _, _ = count_structure(all_different(subject), [SIZE])
+    (result,), _, _ = count_structure(each_itself(subject), [SIZE])
     on_meta = bytes_of(subject, result, workspace=workspace)
     subject = subject_of(model, example, "cpu", *settings)
     run = SizeRun(subject, SIZE)
@@ -304,9 +308,9 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
     subject = subject_of(model, torch.randn(2, 5, 16), *settings)
-    assert count_structure(all_different(subject), [SIZE])[-1] == [recurrent]
+    assert count_structure(each_itself(subject), [SIZE])[-1] == [recurrent]
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     subject = subject_of(Attends(), torch.randn(2, 10, 16), *settings)
-    *_, notes = count_structure(all_different(subject), [SIZE])
+    *_, notes = count_structure(each_itself(subject), [SIZE])
     missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
     assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]

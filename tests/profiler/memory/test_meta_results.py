@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pplan
-from pplan.profiler import meta_device, repeated_layers
+from pplan.profiler import meta_device
 from pplan.profiler.meta_device import MetaResults, run_on_meta
 
 aten: Any = torch.ops.aten
@@ -150,14 +150,11 @@ def test_profiles_are_those_of_operations_that_run(
 
 @pytest.mark.slow
 def test_a_transformer_is_that_of_operations_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of all blocks, of which only some are traced."""
     pytest.importorskip("transformers")
     sizes = {"layers": 14, "hidden": 64, "heads": 4, "sequence": 16, "vocabulary": 100}
     options: Any = {"settings": sizes, "device": "analytic:h100", "micro_batch_sizes": [2]}
     remembered = pplan.profile("hf:llama", **options)
     monkeypatch.setattr(meta_device, "run_on_meta", run_each_time)
-    monkeypatch.setattr(meta_device, "run_on_meta", run_each_time)
-    monkeypatch.setattr(repeated_layers, "_WORTH_IT", 10**6)
     each = pplan.profile("hf:llama", **options)
     assert remembered.model_dump(exclude={"made_by"}) == each.model_dump(exclude={"made_by"})
 
