@@ -28,7 +28,7 @@ from .profile_file import (
     WholeMeasurement,
 )
 from .profile_warnings import closing_warning
-from .size_run import SizeResult
+from .timed_passes import SizeResult
 
 _WORTH_A_NOTE = 0.05
 """Share by which the first backward of a step may differ from the others without a word."""
@@ -124,28 +124,26 @@ def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
     host = [rounds.host_medians(way) if timed else nothing for way in ("forward", "backward")]
     parts = [rounds.part_medians(part) if timed else nothing for part in ("input", "weight")]
     spreads = rounds.spreads() if timed else nothing
-    own_forward = result.forward_workspace_bytes
-    own_backward = result.backward_workspace_bytes
-    pending = result.pending_gradient_bytes or nothing
+    counted, memory = result.counted, result.counted.memory
+    workspace = memory.workspace if memory else [0] * layers
+    pending = result.pending_gradient_bytes or rounds.pending_bytes() or nothing
     return [
         LayerMeasurement(
             micro_batch_size=result.size,
             forward_seconds=forward[index],
             backward_seconds=backward[index],
-            output_bytes=result.output_bytes[index],
-            saved_bytes=result.saved_bytes[index],
-            saved_input_bytes=result.saved_input_bytes[index],
-            workspace_bytes=max(own_forward[index], own_backward[index])
-            if own_forward and own_backward
-            else 0,
+            output_bytes=counted.output_bytes[index],
+            saved_bytes=counted.saved_bytes[index],
+            saved_input_bytes=counted.saved_input_bytes[index],
+            workspace_bytes=workspace[index],
             spread=spreads[index],
             forward_host_seconds=host[0][index],
             backward_host_seconds=host[1][index],
             backward_input_seconds=parts[0][index],
             backward_weight_seconds=parts[1][index],
             pending_gradient_bytes=pending[index],
-            forward_workspace_bytes=own_forward[index] if own_forward else None,
-            backward_workspace_bytes=own_backward[index] if own_backward else None,
+            forward_workspace_bytes=memory.forward[index] if memory else None,
+            backward_workspace_bytes=memory.backward[index] if memory else None,
         )
         for index in range(layers)
     ]
@@ -156,7 +154,7 @@ def _loss(subject: MeasurementTarget, results: Sequence[SizeResult]) -> Measured
         return None
     costs = []
     for result in results:
-        times, workspace = result.rounds.loss_medians(), result.loss_workspace
+        times, workspace = result.rounds.loss_medians(), result.counted.loss_workspace
         costs.append(
             LayerMeasurement(
                 micro_batch_size=result.size,
@@ -164,8 +162,8 @@ def _loss(subject: MeasurementTarget, results: Sequence[SizeResult]) -> Measured
                 backward_seconds=times.backward if times else 0.0,
                 forward_host_seconds=times.forward_host if times else None,
                 backward_host_seconds=times.backward_host if times else None,
-                output_bytes=result.loss_output_bytes,
-                saved_bytes=result.loss_saved_bytes,
+                output_bytes=result.counted.loss_output_bytes,
+                saved_bytes=result.counted.loss_saved_bytes,
                 workspace_bytes=workspace.larger if workspace else 0,
                 forward_workspace_bytes=workspace.forward if workspace else None,
                 backward_workspace_bytes=workspace.backward if workspace else None,
@@ -195,9 +193,9 @@ def _whole(result: SizeResult) -> WholeMeasurement:
         first_backward_seconds=rounds.first_backward(),
         spread=rounds.whole_spread(),
         rounds=len(rounds),
-        peak_bytes=result.peak_bytes,
+        peak_bytes=result.counted.peak_bytes,
         reserved_bytes=result.reserved_bytes,
-        predicted_peak_bytes=result.predicted_peak_bytes,
+        predicted_peak_bytes=result.counted.memory.predicted_peak if result.counted.memory else None,
     )
 
 

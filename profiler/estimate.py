@@ -26,9 +26,9 @@ from .meta_device import ON_A_GPU, Kernels, MetaOperations, attention_as_on_the_
 from .operations import LayerOperations, Operation, operation_counter
 from .passes import IdleWatcher, LayerTimes, OutputGradients, PassTimes, forward_layers, run_layers
 from .profile_file import Profile, Unmeasured
-from .size_run import SizeResult, SizeRun
+from .size_run import SizeRun
 from .size_sweep import Progress, is_left_out, refused_size
-from .timed_passes import TimedPasses
+from .timed_passes import SizeResult, TimedPasses
 from .torch_private import TorchDispatchMode, storage_key, tree_leaves
 from .user_model import ModelInput
 
@@ -271,24 +271,27 @@ def count_structure(
                     raise
                 refused.append(refused_size(size, error))
                 continue
-            results.append(_for_all_layers(SizeResult.of_run(run), blocks))
+            results.append(_for_all_layers(run.result, blocks))
     return results, refused, notes
 
 
 def _for_all_layers(result: SizeResult, blocks: EqualLayers) -> SizeResult:
-    """The result of all layers, from those that were counted for others too; without a step's peak."""
-    names = (
-        "saved_bytes",
-        "saved_input_bytes",
-        "output_bytes",
-        "forward_workspace_bytes",
-        "backward_workspace_bytes",
-        "pending_gradient_bytes",
-        "operations",
+    """The result of all layers, from those that were counted for others too."""
+    counted, memory = result.counted, result.counted.memory
+    lists = ("saved_bytes", "saved_input_bytes", "output_bytes")
+    by_layer: dict[str, Any] = {name: blocks.by_layer(getattr(counted, name)) for name in lists}
+    if memory is not None:
+        parts = {
+            name: tuple(blocks.by_layer(getattr(memory, name))) for name in ("saved", "forward", "backward")
+        }
+        by_layer["memory"] = replace(memory, **parts)
+    pending, operations = result.pending_gradient_bytes, result.operations
+    return replace(
+        result,
+        counted=replace(counted, **by_layer),
+        pending_gradient_bytes=blocks.by_layer(pending) if pending else None,
+        operations=blocks.by_layer(operations) if operations else None,
     )
-    counts = {name: getattr(result, name) for name in names}
-    by_layer: dict[str, Any] = {name: blocks.by_layer(own) for name, own in counts.items() if own}
-    return replace(result, predicted_peak_bytes=None, **by_layer)
 
 
 def count_operations(blocks: EqualLayers, size: int, kernels: Kernels) -> list[LayerOperations]:
@@ -313,7 +316,7 @@ def _sizes(blocks: EqualLayers, results: list[SizeResult], memory_bytes: int | N
         return
     states = _STATES * sum(layer.parameter_bytes for layer in blocks.subject.chain.layers)
     while results and results[-1].size < _LARGEST:
-        if states + _FACTOR * sum(results[-1].saved_bytes) > memory_bytes:
+        if states + _FACTOR * sum(results[-1].counted.saved_bytes) > memory_bytes:
             return
         yield _FACTOR * results[-1].size
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, fields
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -16,9 +16,8 @@ import numpy as np
 from filelock import FileLock
 from pydantic import TypeAdapter
 
-from .memory import LossWorkspace, StepMemory
-from .passes import LayerTimes, PassTimes
-from .timed_passes import PartTimes, TimedPasses
+from .passes import CountedBytes, LayerTimes, PassTimes
+from .timed_passes import PartTimes, SizeResult
 
 _SYNC_SECONDS = 1.0
 _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
@@ -34,42 +33,7 @@ _TIMES: dict[str, type[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class CountedBytes:
-    """What a warm-up counts: entries by layer."""
-
-    saved_bytes: list[int]
-    saved_input_bytes: list[int]
-    output_bytes: list[int]
-    loss_saved_bytes: int
-    loss_output_bytes: int
-    memory: StepMemory | None
-    loss_workspace: LossWorkspace | None
-    peak_bytes: int | None
-
-
 _COUNTED = TypeAdapter(CountedBytes)
-
-
-@dataclass
-class JournalSize:
-    """What a journal holds of one micro-batch size."""
-
-    counted: CountedBytes
-    rounds: TimedPasses = field(default_factory=TimedPasses)
-    round_seconds: list[float] = field(default_factory=list)
-    """Host seconds of each round."""
-    parts_left_out: str = ""
-
-    @property
-    def has_passes(self) -> bool:
-        """Whether it was begun in earnest."""
-        return bool(self.rounds.layers or self.rounds.whole)
-
-    @property
-    def seconds(self) -> float:
-        """Host seconds of all its rounds."""
-        return sum(self.round_seconds)
 
 
 class Journal:
@@ -79,7 +43,7 @@ class Journal:
         self,
         file: BinaryIO,
         path: Path,
-        sizes: Mapping[int, JournalSize],
+        sizes: Mapping[int, SizeResult],
         passes_in_file: int,
         resources: ExitStack,
     ) -> None:
@@ -124,7 +88,7 @@ class Journal:
     @property
     def seconds(self) -> float:
         """Host seconds of the rounds that are kept."""
-        return sum(size.seconds for size in self.sizes.values())
+        return sum(sum(size.round_seconds) for size in self.sizes.values())
 
     def write_counts(self, size: int, counted: CountedBytes) -> None:
         """The bytes of a size; before its passes."""
@@ -167,9 +131,9 @@ class Journal:
                 self._synced = monotonic()
 
 
-def read(content: bytes, key: str, layers: int) -> tuple[dict[int, JournalSize], int]:
+def read(content: bytes, key: str, layers: int) -> tuple[dict[int, SizeResult], int]:
     """What a journal of this key holds, and the bytes of its whole lines; nothing and 0 for another key."""
-    sizes: dict[int, JournalSize] = {}
+    sizes: dict[int, SizeResult] = {}
     end = 0
     for line in _whole_lines(content):
         try:
@@ -188,7 +152,7 @@ def _lock_path(journal: Path) -> Path:
     return journal.with_name(f"{journal.name}.lock")
 
 
-def _passes(sizes: Mapping[int, JournalSize]) -> int:
+def _passes(sizes: Mapping[int, SizeResult]) -> int:
     of_sizes = (of_size.rounds for of_size in sizes.values())
     return sum(len(rounds.layers) + len(rounds.whole) + len(rounds.parts) for rounds in of_sizes)
 
@@ -197,11 +161,11 @@ def _whole_lines(content: bytes) -> Iterator[bytes]:
     return (line for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
-def _take(record: Mapping[str, Any], sizes: dict[int, JournalSize], layers: int) -> None:
+def _take(record: Mapping[str, Any], sizes: dict[int, SizeResult], layers: int) -> None:
     """Raises one of `_BROKEN`."""
     size = record["size"]
     if "counted" in record:
-        sizes[size] = JournalSize(_counted(record["counted"], layers))
+        sizes[size] = SizeResult(size, _counted(record["counted"], layers))
         return
     of_size = sizes[size]
     if "pass" in record:

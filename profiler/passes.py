@@ -15,6 +15,7 @@ from ..cost_models.errors import ModelError, PplanError
 from .clocks import Clock, DirectionTimes, Leads, LeadTuner, Mask, Vector
 from .layer import Layer
 from .losses import Loss
+from .memory import LossWorkspace, StepMemory, storages
 from .modes import compiler_failure
 from .torch_private import storage_key, tensor_version
 from .user_model import (
@@ -89,6 +90,22 @@ class CompositeWatcher:
             watcher.backward_ends()
 
 
+@dataclass
+class CountedBytes:
+    """Bytes at one micro-batch size; lists have an entry for each layer. None: not counted."""
+
+    saved_bytes: list[int]
+    saved_input_bytes: list[int]
+    output_bytes: list[int]
+    loss_saved_bytes: int = 0
+    loss_output_bytes: int = 0
+    memory: StepMemory | None = None
+    loss_workspace: LossWorkspace | None = None
+    """None without a loss, too."""
+    peak_bytes: int | None = None
+    """Most bytes allocated in a step of the untouched model."""
+
+
 class SavedBytes(IdleWatcher):
     """The watcher that counts saved bytes, for a pass run inside `hooks()`.
 
@@ -99,18 +116,16 @@ class SavedBytes(IdleWatcher):
     identity, and kept alive until backward starts, so that no other can take its place; the counts are whole
     from then on. Tensors that an autograd.Function keeps as attributes of its context are saved, too, though
     autograd does not report them (the counts of tokens of transformers' experts in float32).
+    `earlier`: tensors that layers before these count.
     """
 
-    def __init__(self, model: nn.Module, layers: int) -> None:
-        self.saved_bytes = [0] * layers
-        self.saved_input_bytes = [0] * layers
-        self.output_bytes = [0] * layers
-        self.loss_saved_bytes = 0
-        self.loss_output_bytes = 0
+    def __init__(self, model: nn.Module, layers: int, earlier: Sequence[Tensor] = ()) -> None:
+        self.counted = CountedBytes([0] * layers, [0] * layers, [0] * layers)
+        self._layers = layers
         self._weights = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self._not_counted = {storage_key(storage) for storage in self._weights}
-        self._alive: dict[int, torch.UntypedStorage] = {}
-        self._last_user: dict[int, int] = {}
+        self._alive = {storage_key(storage): storage for storage in storages(earlier)}
+        self._last_user = dict.fromkeys(self._alive, -1)
         self._inputs: dict[int, set[int]] = {}
         self._nodes: set[Any] = set()
         self._layer = 0
@@ -120,9 +135,13 @@ class SavedBytes(IdleWatcher):
         """Has autograd report what it saves."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
+    def has_counted(self, tensor: Tensor) -> bool:
+        """Return whether these layers or earlier ones count it, until backward starts."""
+        return storage_key(tensor) in self._alive
+
     def before(self, index: int, layer_input: Any) -> None:
         self._layer = index
-        if index < len(self.saved_bytes):
+        if index < self._layers:
             keys = {storage_key(tensor) for tensor in tensors_in(layer_input)}
             self._inputs[index] = keys & self._alive.keys()
 
@@ -130,15 +149,15 @@ class SavedBytes(IdleWatcher):
         outputs = list(tensors_in(output))
         self._pack_attributes([tensor.grad_fn for tensor in outputs])
         handed_on = sum(tensor.nbytes for tensor in outputs)
-        if index < len(self.output_bytes):
-            self.output_bytes[index] = handed_on
+        if index < self._layers:
+            self.counted.output_bytes[index] = handed_on
         else:
-            self.loss_output_bytes = handed_on
+            self.counted.loss_output_bytes = handed_on
 
     def backward_starts(self) -> None:
         for layer, keys in self._inputs.items():
             needed = [self._alive[key].nbytes() for key in keys if self._last_user[key] >= layer]
-            self.saved_input_bytes[layer] = sum(needed)
+            self.counted.saved_input_bytes[layer] = sum(needed)
         self._alive.clear()
         self._nodes.clear()
         self._is_forward = False
@@ -152,7 +171,7 @@ class SavedBytes(IdleWatcher):
             self._nodes.add(node)
             for tensor in tensors_in(list(getattr(node, "__dict__", {}).values())):
                 self._pack(tensor)
-            nodes += [own for own, _ in node.next_functions]
+            nodes += [source for source, _ in node.next_functions]
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -167,10 +186,10 @@ class SavedBytes(IdleWatcher):
         return tensor.detach()
 
     def _count(self, saved: int) -> None:
-        if self._layer < len(self.saved_bytes):
-            self.saved_bytes[self._layer] += saved
+        if self._layer < self._layers:
+            self.counted.saved_bytes[self._layer] += saved
         else:
-            self.loss_saved_bytes += saved
+            self.counted.loss_saved_bytes += saved
 
 
 # One pass through the layers, or through the whole model: forward and backward, and what watches it.

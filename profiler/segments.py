@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,37 +15,18 @@ from torch import Tensor, nn
 from ..cost_models.errors import MachineError, ModelError, PplanError
 from ..cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ..cost_models.quantities import format_bytes
-from .clocks import Clock, LeadTuner
-from .layer import Layer, LayerChain, modules_used, tensors_used
+from .layer import Layer, modules_used, tensors_used
 from .layer_sequential import LayerSequential
 from .layers import build_chain
-from .losses import Loss
-from .memory import LiveBytes, Meter, Workspace, build_meter, lasting, storages
-from .meta_device import attention_as_on_the_cpu, kernels_on
-from .passes import (
-    CompositeWatcher,
-    Context,
-    IdleWatcher,
-    LayerTimes,
-    OutputGradients,
-    SavedBytes,
-    Watcher,
-    run_layers,
-    stamped_layers,
-    warm_until_stable,
-)
-from .size_run import SizeResult, no_collection, release
+from .measurement_target import MeasurementTarget
+from .memory import StepMemory, storages
+from .meta_device import kernels_on
+from .passes import CountedBytes, LayerTimes, OutputGradients, SavedBytes, warm_until_stable
+from .size_run import LayerPasses, SizeRun, no_collection, release
 from .size_sweep import SizeSweep
+from .timed_passes import SizeResult, TimedPasses
 from .torch_private import storage_key, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from .user_model import (
-    DoesNotFit,
-    ModelInput,
-    copy_to_meta,
-    is_out_of_memory,
-    layer_failure,
-    refusal,
-    tensors_in,
-)
+from .user_model import DoesNotFit, ModelInput, copy_to_meta, is_out_of_memory, layer_failure, refusal
 
 # The input and the gradients of a segment that runs without the rest of its model.
 
@@ -130,6 +110,9 @@ class InnerGradients(OutputGradients):
         ]
         return ends, [torch.zeros_like(end) for end in ends]
 
+    def forget(self) -> None:
+        """Keeps them: layers behind make them, so that they are there before a pass of the segment."""
+
 
 class _Behind(torch.autograd.Function):
     """A number made of a tensor, whose gradient is `start` whatever the number's."""
@@ -162,87 +145,24 @@ class LayerNeeds:
     output: int
 
 
-def layer_needs(
-    layers: Sequence[Layer],
-    saved_bytes: Sequence[int],
-    workspace_bytes: Sequence[int],
-    output_bytes: Sequence[int],
-    *,
-    amp: bool = False,
-) -> tuple[LayerNeeds, ...]:
-    """The needs of each layer, from its bytes at that size. `amp`: with what autocast converts."""
-    return tuple(
-        LayerNeeds(layer.name, _storage_bytes(layer.module, amp=amp), saved, workspace, output)
-        for layer, saved, workspace, output in zip(
-            layers, saved_bytes, workspace_bytes, output_bytes, strict=True
-        )
-    )
+def layer_needs(layers: Sequence[Layer], counted: CountedBytes) -> tuple[LayerNeeds, ...]:
+    """The needs of each layer; the last one's are with the loss, where that was counted."""
+    memory, loss = counted.memory, counted.loss_workspace
+    saved, workspace = list(counted.saved_bytes), list(memory.workspace if memory else [0] * len(layers))
+    saved[-1] += counted.loss_saved_bytes
+    if loss is not None:
+        workspace[-1] = int(workspace_before_loss(workspace[-1], counted.loss_saved_bytes, loss.larger))
+    rows = zip(layers, saved, workspace, counted.output_bytes, strict=True)
+    return tuple(LayerNeeds(layer.name, _storage_bytes(layer.module), *row) for layer, *row in rows)
 
 
-def count_needs(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    inputs: Any,
-    loss: Loss | None = None,
-    *,
-    amp: bool = False,
-    kernels: Callable[[], AbstractContextManager[Any]] = attention_as_on_the_cpu,
-) -> tuple[LayerNeeds, ...]:
-    """The needs of each layer, from passes through the layers: on the meta device, where they cost no memory.
-
-    `inputs`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
-    itself (a convolution's workspace) is not seen there. `kernels`: entered, attention on meta is as on the
-    device that will run it. The last layer's are with `loss`, unless that does not run there. `amp`: autocast
-    is not possible there, so activations count in their full size, and converted weights are added.
-    """
-    gradients = OutputGradients(0)
-    device = tensors_in(inputs)[0].device
-    attention = kernels() if device.type == "meta" else nullcontext()
-    with attention, LiveBytes(device, lasting(model)) as meter:
-        # The first makes the gradients.
-        count_pass(model, layers, inputs, gradients, meter)
-        saved, counted = count_pass(model, layers, inputs, gradients, meter)
-        behind = _loss_counted(model, layers, inputs, gradients, meter, loss)
-    saved_bytes, workspace = list(saved.saved_bytes), list(counted.memory(saved.saved_bytes).workspace)
-    if behind is not None:
-        loss_saved = behind[0].loss_saved_bytes
-        of_loss = behind[1].loss(behind[0].saved_bytes, loss_saved)
-        saved_bytes[-1] += loss_saved
-        workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
-    return layer_needs(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
-
-
-def _loss_counted(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    inputs: Any,
-    gradients: OutputGradients,
-    meter: Meter,
-    loss: Loss | None,
-) -> tuple[SavedBytes, Workspace] | None:
-    """None without a loss, and for one that does not run here: the user's may make its targets elsewhere."""
-    if loss is None:
-        return None
-    try:
-        return count_pass(model, layers, inputs, gradients, meter, loss)
-    except ModelError:
-        return None
-
-
-def _storage_bytes(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
-    """Also what an earlier layer registers. Under autocast a copy of the parameters in half size besides.
-
-    That copy is an estimate: autocast converts what its operations take, and all of it lives to the end of
-    the forward at least.
-    """
+def _storage_bytes(module: nn.Module) -> dict[int, int]:
+    """Also what an earlier layer registers."""
     tensors = list({id(tensor): tensor for tensor in tensors_used(module)}.values())
     sizes = {storage_key(storage): storage.nbytes() for storage in storages(tensors)}
     for tensor in tensors:
-        key = storage_key(tensor)
         if tensor.requires_grad:
-            sizes[key] += tensor.nbytes
-        if amp and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32:
-            sizes[key] += tensor.nbytes // 2
+            sizes[storage_key(tensor)] += tensor.nbytes
     return sizes
 
 
@@ -291,124 +211,31 @@ def _needs_from(first: int, layers: Sequence[LayerNeeds], input_bytes: int) -> I
         yield round((weights + input_bytes_here + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
 
 
-def count_pass(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    inputs: Any,
-    gradients: OutputGradients,
-    meter: Meter,
-    loss: Loss | None = None,
-) -> tuple[SavedBytes, Workspace]:
-    """Saved and output bytes, and what tells those of the step when `meter` can be read, from one untimed
-    pass, forward and backward.
+# One segment at a time has its weights on the device.
+#
+# Each runs forward and backward by itself: fed what the segment before returned (kept on the host between),
+# and, backwards, unit normal gradients; the last may end with a loss instead. There is no whole pass to hold
+# the layers against.
 
-    `meter` has been counting since before an earlier pass, which made the weights' gradients and what the
-    libraries allocate once. `inputs`: the first layer's input, a tensor or several. A `loss` ends the pass;
-    its targets are made in it, and belong to its workspace.
+
+@contextmanager
+def _on_device(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Inside, these tensors lie on the device; behind, where they lay before, and without gradients.
+
+    Their data is moved and the tensors are left, so that every module that has one has it. Nothing is copied
+    back: what a pass changes (running statistics) is of no interest afterwards.
     """
-    own = None if loss is None else loss.without_targets()
-    saved = SavedBytes(model, len(layers))
-    workspace = Workspace(model, len(layers), meter, tensors_in(inputs))
-    with saved.hooks():
-        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace), loss=own)
-    return saved, workspace
-
-
-# Models that do not fit on a device: measured segment by segment, with only one segment's weights on it.
-
-
-class Mover(Protocol):
-    """Puts tensors on the device for a while."""
-
-    def holding(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Inside, these tensors lie on the device; behind, where they lay before, and without gradients."""
-
-
-class DeviceMover:
-    """Moves the tensors' data and leaves the tensors themselves, so that every module that has one has it.
-
-    Nothing is copied back: what a pass changes (running statistics) is of no interest afterwards.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @contextmanager
-    def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        homes = [tensor.data for tensor in tensors]
-        try:
-            for tensor in tensors:
-                tensor.data = tensor.data.to(self._device, copy=True)
-            yield
-        finally:
-            for tensor, home in zip(tensors, homes, strict=True):
-                tensor.grad = None
-                tensor.data = home
-            # A pass that failed leaves tensors in the circles of its traceback.
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class SegmentedMeasurement:
-    """Measures layers whose weights lie on the host, segment by segment.
-
-    Each segment runs forward and backward by itself: fed what the segment before returned (kept on the host
-    between), and, backwards, unit normal gradients; the last may end with a `loss` instead. There is no whole
-    pass to hold the layers against. `context`: what every forward runs in. `running`: the layers as they run,
-    compiled for instance; `layers` are asked for their tensors. `visit` is told each layer of the first
-    passes. With `warm_up_seconds` the first segment computes for so long at the most before it is timed, and
-    `on_warm` is called then. As with all timed passes, the caller switches the garbage collector off.
-    """
-
-    layers: Sequence[Layer]
-    segments: Sequence[range]
-    device: torch.device
-    clock: Clock
-    seed: int
-    loss: Loss | None = None
-    context: Context = nullcontext
-    mover: Mover | None = None
-    visit: Callable[[Layer], None] | None = None
-    running: Sequence[Layer] | None = None
-    warm_up_seconds: float = 0.0
-    on_warm: Callable[[], None] = lambda: None
-    size: int = 0
-    """Number of samples; what the layers hand on is checked where it is known."""
-
-    @property
-    def note(self) -> str:
-        """What a profile says of a model that was measured so."""
-        count = len(self.segments)
-        return (
-            f"does not fit on {self.device} whole: measured in {count} segment{'s' * (count > 1)}, "
-            "and the layers' seconds were not held against the whole model's"
-        )
-
-    def measure(self, inputs: Any, rounds: int) -> SizeResult:
-        """`rounds` timed passes of every segment. `inputs`: the first layer's input, a tensor or several.
-
-        Raises ModelError as `run_layers` does, and what the allocator raises where a segment does not fit.
-        """
-        run = SizeResult(self.size)
-        mover = self.mover or DeviceMover(self.device)
-        boundary = Boundary.of_input(inputs)
-        times: list[list[LayerTimes]] = []
-        for segment in self.segments:
-            modules = [self.layers[index].module for index in segment]
-            with mover.holding(_tensors(modules)):
-                _flatten(modules)
-                part = _Segment(self, segment, boundary)
-                boundary = part.count_bytes(run)
-                if self.warm_up_seconds and not times:
-                    part.warm_up(self.warm_up_seconds)
-                    self.on_warm()
-                times.append(part.timed(rounds))
-                # What it holds on the device goes before the weights do.
-                del part
-        run.rounds.layers = [_join_segments(of_round) for of_round in zip(*times, strict=True)]
-        return run
+    homes = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device, copy=True)
+        yield
+    finally:
+        for tensor, home in zip(tensors, homes, strict=True):
+            tensor.grad = None
+            tensor.data = home
+        # A pass that failed leaves tensors in the circles of its traceback.
+        release(device)
 
 
 def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -425,110 +252,63 @@ def _flatten(modules: Iterable[nn.Module]) -> None:
                 part.flatten_parameters()
 
 
-def _join_segments(parts: Sequence[LayerTimes]) -> LayerTimes:
-    """One pass of all segments; the loss is the last one's."""
+class SegmentPasses(LayerPasses):
+    """The passes of one segment, whose weights lie on the device. `running`: its layers as they run."""
 
-    def join(name: str) -> Any:
-        return np.concatenate([getattr(part, name) for part in parts])
+    def __init__(
+        self, subject: MeasurementTarget, segment: range, running: Sequence[Layer], boundary: Boundary
+    ) -> None:
+        is_last = segment.stop == len(subject.chain)
+        first, *others = running
+        layers = subject.chain.layers[segment.start : segment.stop]
+        super().__init__(
+            subject,
+            [replace(first, module=_InputTaker(first)), *others],
+            _TensorHolder(_tensors(layer.module for layer in layers)),
+            (OutputGradients if is_last else InnerGradients)(subject.seed),
+            subject.loss if is_last else None,
+        )
+        self._boundary, self._is_last = boundary, is_last
 
-    whole = replace(parts[-1], forward=join("forward"), backward=join("backward"))
-    if whole.forward_host is None:
-        return whole
-    return replace(whole, forward_host=join("forward_host"), backward_host=join("backward_host"))
+    def feed(self) -> Any:
+        return [self._boundary.on(self._subject.device)]
 
+    def passing(self, inputs: Any) -> list[Tensor]:
+        return self._boundary.counted_tensors(inputs, whether=False)
 
-class _Segment:
-    """The passes of one segment, whose weights lie on the device."""
+    def saved_bytes(self, inputs: Any) -> SavedBytes:
+        self._saved = _SavedAndCrossing(
+            self._holder, len(self.layers), self._boundary.counted_tensors(inputs)
+        )
+        return self._saved
 
-    def __init__(self, whole: SegmentedMeasurement, segment: range, boundary: Boundary) -> None:
-        self._whole, self._boundary = whole, boundary
-        self._layers = whole.layers[segment.start : segment.stop]
-        self._running = (whole.running or whole.layers)[segment.start : segment.stop]
-        self._model = _TensorHolder(_tensors(layer.module for layer in self._layers))
-        self._is_last = segment.stop == len(whole.layers)
-        self._loss = whole.loss if self._is_last else None
-        self._gradients = (OutputGradients if self._is_last else InnerGradients)(whole.seed)
-        self._ahead = LeadTuner()
-
-    def count_bytes(self, run: SizeResult) -> Boundary:
-        """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
-        count = len(self._layers)
-        with build_meter(self._whole.device, self._model) as meter:
-            end = _LastOutput(self._layers, self._whole.visit, self._whole.size)
-            self._pass([self._fresh()], end, loss=self._loss)
-            inputs = [self._fresh()]
-            saved = _SavedBytes(self._model, count, self._boundary.counted_tensors(inputs))
-            crossing = _CrossingTensors(count - 1, saved)
-            workspace = self._workspace(meter, inputs)
-            with saved.hooks():
-                self._pass(inputs, CompositeWatcher(saved, workspace, crossing), loss=self._loss_to_count())
-            bare = self._pass_without_loss(meter)
-        memory = bare.memory(saved.saved_bytes)
-        run.saved_bytes += saved.saved_bytes
-        run.saved_input_bytes += saved.saved_input_bytes
-        run.output_bytes += saved.output_bytes
-        run.forward_workspace_bytes += memory.forward
-        run.backward_workspace_bytes += memory.backward
-        run.loss_saved_bytes, run.loss_output_bytes = saved.loss_saved_bytes, saved.loss_output_bytes
-        if self._loss is not None:
-            run.loss_workspace = workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
-        boundary = Boundary(end.value, crossing.needs_gradient, crossing.is_counted)
-        # Backward's first gradients are made by the layers behind; here they were there before the pass.
-        run.backward_workspace_bytes[-1] += 0 if self._is_last else boundary.gradient_bytes
-        return boundary
-
-    def _pass_without_loss(self, meter: Meter) -> Workspace:
-        """As SizePasses counts it: without the loss, and with the making of what backward starts from."""
-        if self._is_last:
-            self._gradients = OutputGradients(self._whole.seed)
-        inputs = [self._fresh()]
-        workspace = self._workspace(meter, inputs)
-        self._pass(inputs, workspace)
-        return workspace
-
-    def _workspace(self, meter: Meter, inputs: list[Any]) -> Workspace:
-        passing = self._boundary.counted_tensors(inputs, whether=False)
-        return Workspace(self._model, len(self._layers), meter, passing)
-
-    def _loss_to_count(self) -> Loss | None:
-        """Its targets are of the pass."""
-        return None if self._loss is None else self._loss.without_targets()
+    def count(self, visit: Callable[[Layer], None], size: int) -> tuple[CountedBytes, Boundary]:
+        """Untimed passes that count the bytes; and what the next segment is fed."""
+        counted = self.count_saved(visit, size)
+        boundary = self._saved.boundary
+        self.count_memory(counted)
+        self.count_loss(counted)
+        if not self._is_last and counted.memory is not None:
+            # Backward's first gradients are made by the layers behind; here they were there before the pass.
+            *backward, last = counted.memory.backward
+            whole = (*backward, last + boundary.gradient_bytes)
+            counted.memory = replace(counted.memory, backward=whole)
+        return counted, boundary
 
     def warm_up(self, seconds: float) -> None:
         """Until its passes take as long as before; so long at the most."""
 
         def one_pass() -> float:
-            times = self._stamped()
+            times = self.time_layers()
             return float(times.forward.sum() + times.backward.sum())
 
-        warm_until_stable(one_pass, self._whole.clock, seconds)
+        warm_until_stable(one_pass, self._subject.clock, seconds)
 
     def timed(self, rounds: int) -> list[LayerTimes]:
         """So many timed passes; before them those that show how far the device must be held back."""
-        if self._whole.clock.has_host:
-            self._whole.clock.calibrate()
-            while not self._ahead.is_settled:
-                self._stamped()
-        return [self._stamped() for _ in range(rounds)]
-
-    def _stamped(self) -> LayerTimes:
-        return stamped_layers(
-            lambda stamps: self._pass([self._fresh()], stamps, loss=self._loss),
-            self._whole.clock,
-            len(self._layers),
-            self._ahead,
-        )
-
-    def _fresh(self) -> Any:
-        return self._boundary.on(self._whole.device)
-
-    def _pass(self, inputs: list[Any], watcher: Watcher, *, loss: Loss | None = None) -> None:
-        """`inputs` is taken out of its list."""
-        whole = self._whole
-        first, *others = self._running
-        layers = [replace(first, module=_InputTaker(first)), *others]
-        whole.clock.settle()
-        run_layers(layers, inputs, self._gradients, watcher, loss=loss, context=whole.context)
+        if self._subject.clock.has_host:
+            self.find_leads()
+        return [self.time_layers() for _ in range(rounds)]
 
 
 class _TensorHolder(nn.Module):
@@ -564,53 +344,19 @@ class _InputTaker(nn.Module):
             raise layer_failure(layer.name, layer.kind, layer_input, error) from error
 
 
-class _SavedBytes(SavedBytes):
-    """Counts a segment as it counts in the whole. `counted`: tensors that an earlier segment counts."""
+class _SavedAndCrossing(SavedBytes):
+    """Keeps on the host what the last layer returns, too, with what the next segment has to know of it."""
 
-    def __init__(self, model: nn.Module, layers: int, counted: Sequence[Tensor]) -> None:
-        super().__init__(model, layers)
-        for storage in storages(counted):
-            self._alive[storage_key(storage)] = storage
-            self._last_user[storage_key(storage)] = -1
-
-    def has_counted(self, tensor: Tensor) -> bool:
-        """Until backward starts: whether this segment or an earlier one counts it."""
-        return storage_key(tensor) in self._alive
-
-
-class _LastOutput(IdleWatcher):
-    """Keeps on the host what the last layer returns; says before each layer which it is, and checks what it
-    hands on."""
-
-    def __init__(self, layers: Sequence[Layer], visit: Callable[[Layer], None] | None, size: int) -> None:
-        self._layers, self._visit, self._size = layers, visit, size
-        self.value: Any = None
-
-    def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
-        if self._visit is not None and index < len(self._layers):
-            self._visit(self._layers[index])
+    boundary: Boundary
 
     def after(self, index: int, output: Any) -> None:
-        if self._size and index < len(self._layers):
-            self._layers[index].check_shapes(self._size, output)
-        if index == len(self._layers) - 1:
-            self.value = tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output)
-
-
-class _CrossingTensors(IdleWatcher):
-    """Asks of each tensor that the last layer returns what the next segment has to know."""
-
-    def __init__(self, last: int, saved: _SavedBytes) -> None:
-        self._last, self._saved = last, saved
-        self.needs_gradient: tuple[bool, ...] = ()
-        self.is_counted: tuple[bool, ...] = ()
-
-    def after(self, index: int, output: Any) -> None:
-        if index == self._last:
+        super().after(index, output)
+        if index == self._layers - 1:
             leaves = tree_leaves(output)
-            self.needs_gradient = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-            self.is_counted = tuple(
-                isinstance(leaf, Tensor) and self._saved.has_counted(leaf) for leaf in leaves
+            self.boundary = Boundary(
+                tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output),
+                tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves),
+                tuple(isinstance(leaf, Tensor) and self.has_counted(leaf) for leaf in leaves),
             )
 
 
@@ -625,13 +371,11 @@ _SHARES = (1.0, 0.7, 0.5)
 class SegmentedSweep(SizeSweep[SizeResult]):
     """The subject's working copy lies on the host. `free_bytes` says what the device has left when asked.
 
-    What fits together is planned from bytes counted on the meta device, with the loss, and with an estimate
-    of what autocast converts.
+    What fits together is planned from bytes counted on the meta device.
     """
 
     _: KW_ONLY
     free_bytes: Callable[[], int]
-    mover: Mover | None = None
     _last_segments: int = field(default=0, init=False)
 
     @property
@@ -640,20 +384,28 @@ class SegmentedSweep(SizeSweep[SizeResult]):
 
     def segments(self, size: int, share: float = 1.0) -> tuple[range, ...]:
         """What would run together in `share` of what is free. Raises DoesNotFit, ModelError."""
-        model, chain = self._counted
-        example = self._example(size)
-        inputs, amp = example.to("meta").layer_input, self.subject.modes.amp is not None
-        needs = count_needs(
-            model, chain.layers, inputs, self.subject.loss, amp=amp, kernels=kernels_on(self.subject.device)
-        )
-        entering = sum(tensor.nbytes for tensor in example.tensors)
+        needs = layer_needs(self._on_meta.chain.layers, self._count(size))
+        entering = sum(tensor.nbytes for tensor in self._example(size).tensors)
         try:
             return plan_segments(needs, entering, int(share * self.free_bytes()), str(self.subject.device))
         except MachineError as error:
             raise DoesNotFit(f"{self._of(size)}: {error.what}", error.hint) from error
 
+    def _count(self, size: int) -> CountedBytes:
+        """Without the loss, where that does not run on meta: the user's may make its targets elsewhere."""
+        with kernels_on(self.subject.device)():
+            for target in (self._on_meta, replace(self._on_meta, loss=None)):
+                run = SizeRun(target, size)
+                try:
+                    run.count(lambda _: None)
+                    break
+                except ModelError:
+                    if target.loss is None:
+                        raise
+        return run.counted
+
     @cached_property
-    def _counted(self) -> tuple[torch.nn.Module, LayerChain]:
+    def _on_meta(self) -> MeasurementTarget:
         """The same layers, on the meta device."""
         loaded, chain = self.subject.loaded, self.subject.chain
         module, granularity = loaded.module, chain.granularity
@@ -662,7 +414,14 @@ class SegmentedSweep(SizeSweep[SizeResult]):
             granularity = "block"
         model = copy_to_meta(module, loaded.name)
         example = loaded.example_input_for(2).to("meta", self.subject.dtype)
-        return model, build_chain(model, example, name=loaded.name, granularity=granularity, tool=chain.tool)
+        chain = build_chain(model, example, name=loaded.name, granularity=granularity, tool=chain.tool)
+        return replace(
+            self.subject,
+            loaded=replace(loaded, module=model),
+            chain=chain,
+            device=torch.device("meta"),
+            modes=replace(self.subject.modes, compile=False),
+        )
 
     def _example(self, size: int) -> ModelInput:
         subject = self.subject
@@ -698,33 +457,72 @@ class SegmentedSweep(SizeSweep[SizeResult]):
     def _measure_segments(self, size: int, segments: Sequence[range]) -> SizeResult:
         subject = self.subject
         subject.modes.forget_compiled()
+        running = subject.modes.layers(subject.chain.layers)
+        boundary = Boundary.of_input(self._example(size).layer_input)
+        counts: list[CountedBytes] = []
+        times: list[list[LayerTimes]] = []
         with no_collection():
-            measurement = SegmentedMeasurement(
-                subject.chain.layers,
-                segments,
-                subject.device,
-                subject.clock,
-                subject.seed,
-                subject.loss,
-                partial(subject.modes.forward_context, subject.device),
-                self.mover,
-                visit=lambda layer: self.tell("in segments", size, layer.name),
-                running=subject.modes.layers(subject.chain.layers),
-                warm_up_seconds=0.0 if self.runs else self.warm_up_seconds,
-                on_warm=self.note_warm_device,
-                size=size,
-            )
-            result = measurement.measure(self._example(size).layer_input, self.rounds or _ROUNDS)
-        self._note(size, measurement.note, len(segments))
-        return result
+            for segment in segments:
+                modules = [subject.chain.layers[index].module for index in segment]
+                with _on_device(_tensors(modules), subject.device):
+                    _flatten(modules)
+                    passes = SegmentPasses(subject, segment, running[segment.start : segment.stop], boundary)
+                    counted, boundary = passes.count(
+                        lambda layer: self.tell("in segments", size, layer.name), size
+                    )
+                    counts.append(counted)
+                    if self.warm_up_seconds and not times and not self.runs:
+                        passes.warm_up(self.warm_up_seconds)
+                        self.note_warm_device()
+                    times.append(passes.timed(self.rounds or _ROUNDS))
+                    # What it holds on the device goes before the weights do.
+                    del passes
+        self._note(size, len(segments))
+        rounds = TimedPasses([_join_times(of_round) for of_round in zip(*times, strict=True)])
+        return SizeResult(size, _join_counts(counts), rounds)
 
-    def _note(self, size: int, note: str, segments: int) -> None:
-        """The first size's note, and where a later one is measured in another number of segments."""
+    def _note(self, size: int, segments: int) -> None:
+        """How the first size was measured, and where a later one is in another number of segments."""
         if not self.runs:
-            self.notes.append(note)
+            self.notes.append(
+                f"does not fit on {self.subject.device} whole: measured in {segments} "
+                f"segment{'s' * (segments > 1)}, and the layers' seconds were not held against the whole "
+                "model's"
+            )
         elif segments != self._last_segments:
             self.notes.append(f"from micro-batch size {size} on: measured in {segments} segments")
         self._last_segments = segments
 
     def _of(self, size: int) -> str:
         return f"{self.subject.loaded.name}: micro-batch size {size}"
+
+
+def _join_counts(parts: Sequence[CountedBytes]) -> CountedBytes:
+    """The bytes of all segments; those of the loss are the last one's."""
+
+    def join(owners: Sequence[Any], name: str) -> list[int]:
+        return [value for owner in owners for value in getattr(owner, name)]
+
+    whole = replace(
+        parts[-1],
+        saved_bytes=join(parts, "saved_bytes"),
+        saved_input_bytes=join(parts, "saved_input_bytes"),
+        output_bytes=join(parts, "output_bytes"),
+    )
+    memories = [part.memory for part in parts if part.memory is not None]
+    if not memories:
+        return whole
+    rows = (tuple(join(memories, name)) for name in ("saved", "forward", "backward"))
+    return replace(whole, memory=StepMemory(0, 0, *rows))
+
+
+def _join_times(parts: Sequence[LayerTimes]) -> LayerTimes:
+    """One pass of all segments; the loss is the last one's."""
+
+    def join(name: str) -> Any:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    whole = replace(parts[-1], forward=join("forward"), backward=join("backward"))
+    if whole.forward_host is None:
+        return whole
+    return replace(whole, forward_host=join("forward_host"), backward_host=join("backward_host"))

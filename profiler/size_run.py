@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..cost_models.errors import PplanError
 from .clocks import LeadTuner
-from .journal import CountedBytes, Journal, JournalSize, PassKind
+from .journal import Journal, PassKind
 from .layer import Layer
 from .losses import Loss
 from .measurement_target import MeasurementTarget
-from .memory import LossWorkspace, StepMemory, Workspace, build_meter, peak_of_step, sees_kernels
-from .operations import LayerOperations, OperationCounter
+from .memory import Workspace, build_meter, peak_of_step, sees_kernels
+from .operations import OperationCounter
 from .passes import (
     AGAIN,
     CompositeWatcher,
+    CountedBytes,
     LayerStamps,
     LayerTimes,
     OutputGradients,
@@ -34,7 +37,7 @@ from .passes import (
     warm_until_stable,
 )
 from .profile_warnings import WAITED
-from .timed_passes import PartTimes, TimedPasses, run_parts
+from .timed_passes import PartTimes, SizeResult, TimedPasses, run_parts
 from .user_model import ModelInput, first_line, is_out_of_memory, refusal, tensors_in
 
 # Passes at one micro-batch size: of the layers, of the whole model, and with backward in two parts.
@@ -48,44 +51,111 @@ def _tries(may_do_better: Callable[[], bool]) -> Iterator[None]:
             break
 
 
-class SizePasses:
-    """Runs the model that is measured, and its layers, at one micro-batch size.
+class LayerPasses:
+    """Runs layers that follow each other at one micro-batch size: those of a whole model, or some of them.
 
-    The input, and the gradients that backward starts from, are made for the first pass and used by all.
-    `leads`: how long a device is held back before each pass, so that its host is ahead; the passes tell.
+    `model` holds the parameters and buffers that they use. `leads`: how long a device is held back before
+    each pass, so that its host is ahead; the passes tell.
     """
 
-    def __init__(self, subject: MeasurementTarget, size: int) -> None:
-        self._subject, self._size = subject, size
-        modes = subject.modes
-        self._input: ModelInput | None = None
-        modes.forget_compiled()
-        self.layers = modes.layers(subject.chain.layers)
-        self._model = modes.whole(subject.loaded.module)
-        self._gradients = OutputGradients(subject.seed)
-        self._context = partial(modes.forward_context, subject.device)
+    def __init__(
+        self,
+        subject: MeasurementTarget,
+        layers: Sequence[Layer],
+        model: nn.Module,
+        gradients: OutputGradients,
+        loss: Loss | None,
+    ) -> None:
+        self._subject, self._gradients = subject, gradients
+        self.layers, self._holder, self.loss = layers, model, loss
+        self._context = partial(subject.modes.forward_context, subject.device)
         self.leads = LeadTuner()
-        self._used_leads = self.leads.leads
-        """Of the last pass of the untouched model."""
 
-    def run_layers(self, watcher: Watcher, loss: Loss | None = None) -> None:
+    def feed(self) -> Any:
+        """The input of the first layer, which may work on it in place."""
+        raise NotImplementedError
+
+    def passing(self, inputs: Any) -> list[Tensor]:
+        """The tensors of `inputs` whose memory the passes hold, and nothing before them."""
+        return tensors_in(inputs)
+
+    def saved_bytes(self, inputs: Any) -> SavedBytes:  # noqa: ARG002
+        """A watcher that counts what a pass on `inputs` saves."""
+        return SavedBytes(self._holder, len(self.layers))
+
+    def run(self, watcher: Watcher, loss: Loss | None = None) -> None:
         """One layer after another, forward and backward."""
-        inputs = self._fresh_input().layer_input
+        self._run(self.feed(), watcher, loss)
+
+    def _run(self, inputs: Any, watcher: Watcher, loss: Loss | None) -> None:
         self._subject.clock.settle()
         run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
 
     def time_layers(self) -> LayerTimes:
         """The seconds of each layer, and of the loss that ends the pass."""
-        return stamped_layers(
-            lambda stamps: self.run_layers(stamps, self._subject.loss),
-            self._subject.clock,
-            len(self.layers),
-            self.leads,
-        )
+        run = partial(self.run, loss=self.loss)
+        return stamped_layers(run, self._subject.clock, len(self.layers), self.leads)
+
+    def find_leads(self) -> None:
+        """Passes that show how long the host takes to launch: the first without a lead."""
+        self._subject.clock.calibrate()
+        while not self.leads.is_settled:
+            self.time_layers()
+
+    def count_saved(self, visit: Callable[[Layer], None], size: int) -> CountedBytes:
+        """A first pass, which counts what is saved. `visit`: is told each layer before it runs."""
+        inputs = self.feed()
+        saved = self.saved_bytes(inputs)
+        with saved.hooks():
+            self._run(inputs, VisitingWatcher(saved, self.layers, size, visit), self.loss)
+        return saved.counted
+
+    def count_memory(self, counted: CountedBytes, operations: OperationCounter | None = None) -> None:
+        """The memory of a pass without the loss, as the untouched model's pass is; and its operations."""
+        # Those that backward starts from are of the pass: they are drawn in it.
+        self._gradients.forget()
+        counted.memory = self._workspace(operations).memory(counted.saved_bytes)
+
+    def count_loss(self, counted: CountedBytes, operations: OperationCounter | None = None) -> None:
+        """The bytes that the loss needs for itself, if there is one; and the operations of the pass."""
+        if self.loss is not None:
+            # Its targets are of the pass.
+            workspace = self._workspace(operations, self.loss.without_targets())
+            counted.loss_workspace = workspace.loss(counted.saved_bytes, counted.loss_saved_bytes)
+
+    def _workspace(self, operations: OperationCounter | None, loss: Loss | None = None) -> Workspace:
+        """The watcher of a pass, which a loss may end, when its meter can be read."""
+        with build_meter(self._subject.device, self._holder) as meter:
+            inputs = self.feed()
+            workspace = Workspace(self._holder, len(self.layers), meter, self.passing(inputs))
+            with _watched(workspace, operations) as watcher:
+                self._run(inputs, watcher, loss)
+        return workspace
+
+
+class SizePasses(LayerPasses):
+    """Runs the model that is measured, and its layers, at one micro-batch size.
+
+    The input, and the gradients that backward starts from, are made for the first pass and used by all.
+    """
+
+    def __init__(self, subject: MeasurementTarget, size: int) -> None:
+        modes, module = subject.modes, subject.loaded.module
+        modes.forget_compiled()
+        layers = modes.layers(subject.chain.layers)
+        super().__init__(subject, layers, module, OutputGradients(subject.seed), subject.loss)
+        self._size = size
+        self._input: ModelInput | None = None
+        self._model = modes.whole(module)
+        self._used_leads = self.leads.leads
+        """Of the last pass of the untouched model."""
+
+    def feed(self) -> Any:
+        return self._fresh_input().layer_input
 
     def warm_up_layers(self) -> None:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
-        self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
+        self.run(LayerStamps(self._subject.clock, len(self.layers)), self.loss)
 
     def time_whole(self) -> PassTimes:
         """The seconds of the untouched model."""
@@ -106,45 +176,13 @@ class SizePasses:
     def time_parts(self) -> PartTimes:
         """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
         for _ in _tries(lambda: self.leads.parts_can_wait_less):
-            inputs, clock = self._fresh_input().layer_input, self._subject.clock
+            inputs, clock = self.feed(), self._subject.clock
             clock.settle()
             times = run_parts(
                 self.layers, inputs, self._gradients, clock, leads=self.leads, context=self._context
             )
         self.leads.keep_parts()
         return times
-
-    def find_leads(self) -> None:
-        """Passes that show how long the host takes to launch: the first without a lead."""
-        self._subject.clock.calibrate()
-        while not self.leads.is_settled:
-            self.time_layers()
-
-    def step_memory(self, saved: SavedBytes, operations: OperationCounter | None = None) -> StepMemory:
-        """The memory of a pass without the loss, as the untouched model's pass is; and its operations."""
-        # Those that backward starts from are of the pass: they are drawn in it.
-        self._gradients.forget()
-        return self._workspace(operations).memory(saved.saved_bytes)
-
-    def loss_workspace(
-        self, saved: SavedBytes, operations: OperationCounter | None = None
-    ) -> LossWorkspace | None:
-        """The bytes that the loss needs for itself; None without a loss. And the operations of the pass."""
-        if self._subject.loss is None:
-            return None
-        # Its targets are of the pass.
-        workspace = self._workspace(operations, self._subject.loss.without_targets())
-        return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
-
-    def _workspace(self, operations: OperationCounter | None, loss: Loss | None = None) -> Workspace:
-        """The watcher of a pass, which a loss may end, when its meter can be read."""
-        module = self._subject.loaded.module
-        with build_meter(self._subject.device, module) as meter:
-            inputs = self._fresh_input().layer_input
-            workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
-            with _watched(workspace, operations) as watcher:
-                run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
-        return workspace
 
     def peak_bytes(self) -> int:
         """Most bytes allocated in a step of the untouched model, gradients existing."""
@@ -233,13 +271,11 @@ PLAIN_AND_HELD = 3
 
 
 class SizeRun:
-    """One micro-batch size: its warm-up, its bytes, and its rounds so far.
+    """One micro-batch size: its warm-up, its bytes, and its rounds so far, which are in `result`.
 
-    After the warm-up `saved` and `memory` hold the bytes, and `peak_bytes` those of a step of the untouched
-    model (None where it is compiled for a device whose allocator tells nothing). `rounds` holds the seconds.
-    `counts_less`: without the peak and the loss' workspace, for which there was no time.
-    `parts_left_out`: why it has no backward in two parts, where one was to be measured. `journal`: is told of
-    every timed pass. `operations`: counts those of a pass with the loss, if there is one.
+    Where it is compiled for a device whose allocator tells nothing, the memory of a step is not counted.
+    `counts_less`: without the peak and the loss' workspace, for which there was no time. `journal`: is told
+    of every timed pass. `operations`: counts those of a pass with the loss, if there is one.
     """
 
     def __init__(
@@ -254,21 +290,22 @@ class SizeRun:
         self._subject = subject
         self.size = size
         self._passes = SizePasses(subject, size)
-        self.saved = SavedBytes(subject.loaded.module, len(subject.chain))
-        self.memory: StepMemory | None = None
-        self.loss_workspace: LossWorkspace | None = None
-        self.pending_bytes: list[int] | None = None
-        """Of the meta device; elsewhere the timed passes in two parts count them."""
-        self.peak_bytes: int | None = None
-        self.reserved_bytes: int | None = None
-        self.rounds = TimedPasses()
-        self.parts_left_out = ""
+        self.result = SizeResult(size, CountedBytes([], [], []))
         self.counts_less = False
         self._parts = parts
-        self._round_seconds: list[float] = []
         self._journal = journal
-        self.operations = operations
+        self._operations = operations
         self._is_warm = True
+
+    @property
+    def rounds(self) -> TimedPasses:
+        """The timed passes so far."""
+        return self.result.rounds
+
+    @property
+    def counted(self) -> CountedBytes:
+        """The bytes, after the warm-up."""
+        return self.result.counted
 
     def count(
         self,
@@ -283,9 +320,7 @@ class SizeRun:
         `tell_pass`: is told the seconds of the first pass, when it is done.
         """
         begun = self._subject.clock.now()
-        with self.saved.hooks():
-            watcher = VisitingWatcher(self.saved, self._passes.layers, self.size, visit)
-            self._passes.run_layers(watcher, self._subject.loss)
+        counted = self.result.counted = self._passes.count_saved(visit, self.size)
         a_pass = self._subject.clock.now() - begun
         tell_pass(a_pass)
         if self._subject.modes.compile and not sees_kernels(self._subject.device):
@@ -297,17 +332,19 @@ class SizeRun:
             # What is only waiting for Python's collector (a copy that was compared) is nothing static.
             release(self._subject.device)
         with_loss = self._subject.loss is not None
-        self.memory = self._passes.step_memory(self.saved, None if with_loss else self.operations)
+        self._passes.count_memory(counted, None if with_loss else self._operations)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
             return
-        self.loss_workspace = self._passes.loss_workspace(self.saved, self.operations)
+        self._passes.count_loss(counted, self._operations)
+        if self._operations is not None:
+            self.result.operations = self._operations.layers
         if self._subject.device.type == "meta":
-            self.pending_bytes = self._count_pending()
+            self.result.pending_gradient_bytes = self._count_pending()
             return
-        self.peak_bytes = self._passes.peak_bytes()
+        counted.peak_bytes = self._passes.peak_bytes()
         if self._subject.device.type == "cuda":
-            self.reserved_bytes = torch.cuda.max_memory_reserved(self._subject.device)
+            self.result.reserved_bytes = torch.cuda.max_memory_reserved(self._subject.device)
 
     def warm_up(
         self,
@@ -318,12 +355,12 @@ class SizeRun:
         """Untimed passes of the layers and of the whole, which also count the bytes; `has_time` for so many
         seconds more; `tell_pass` as in `count`."""
         self.count(visit, has_time, tell_pass)
-        if self.peak_bytes is None and not self.counts_less:
+        if self.counted.peak_bytes is None and not self.counts_less:
             self._passes.time_whole()
         if self._subject.clock.has_host:
             self._passes.find_leads()
         if self._journal is not None:
-            self._journal.write_counts(self.size, self._counted())
+            self._journal.write_counts(self.size, self.counted)
 
     def warm_until_stable(self, seconds: float) -> None:
         """Passes of the whole; see `warm_until_stable` of passes.py."""
@@ -334,26 +371,15 @@ class SizeRun:
 
         warm_until_stable(one_pass, self._subject.clock, seconds)
 
-    def resume(self, earlier: JournalSize) -> None:
+    def resume(self, earlier: SizeResult) -> None:
         """Takes over what a journal holds of this size; it is warmed up when its next round comes."""
-        counted = earlier.counted
-        self.saved.saved_bytes = counted.saved_bytes
-        self.saved.saved_input_bytes = counted.saved_input_bytes
-        self.saved.output_bytes = counted.output_bytes
-        self.saved.loss_saved_bytes = counted.loss_saved_bytes
-        self.saved.loss_output_bytes = counted.loss_output_bytes
-        self.memory, self.loss_workspace = counted.memory, counted.loss_workspace
-        self.peak_bytes = counted.peak_bytes
-        self.rounds.layers += earlier.rounds.layers
-        self.rounds.whole += earlier.rounds.whole
-        self.rounds.parts += earlier.rounds.parts
-        self.rounds.first += earlier.rounds.first
-        self._round_seconds += earlier.round_seconds
+        self.result = copy.deepcopy(earlier)
         self._is_warm = False
         if not self._parts:
             self.rounds.parts.clear()
+            self.result.parts_left_out = ""
         elif earlier.parts_left_out:
-            self._parts, self.parts_left_out = False, earlier.parts_left_out
+            self._parts = False
 
     def warm_up_parts(self) -> None:
         """An untimed pass in two parts; on a device, those that show how far it must be held back."""
@@ -379,14 +405,14 @@ class SizeRun:
         clock = self._subject.clock
         begun = clock.now()
         passes = self._due()
-        first = len(self._round_seconds) % len(passes)
+        first = len(self.result.round_seconds) % len(passes)
         with no_collection():
             for kind, one in passes[first:] + passes[:first]:
                 one()
                 self._write_pass(kind)
-        self._round_seconds.append(clock.now() - begun)
+        self.result.round_seconds.append(clock.now() - begun)
         if self._journal is not None:
-            self._journal.write_round(self.size, self._round_seconds[-1])
+            self._journal.write_round(self.size, self.result.round_seconds[-1])
 
     def time_first_backward(self, passes: int) -> None:
         """Of the whole without gradients to add to, as a step's first micro-batch after `zero_grad()`."""
@@ -402,7 +428,7 @@ class SizeRun:
     @property
     def rounds_done(self) -> int:
         """Whole rounds: of one that was interrupted, a pass may be there already."""
-        return min(len(self.rounds.layers), len(self.rounds.whole), len(self._round_seconds))
+        return min(len(self.rounds.layers), len(self.rounds.whole), len(self.result.round_seconds))
 
     @property
     def is_measured(self) -> bool:
@@ -410,20 +436,19 @@ class SizeRun:
         return bool(self.rounds.layers and self.rounds.whole)
 
     @property
-    def workspace_bytes(self) -> tuple[int, ...]:
-        """Of each layer, the larger of forward and backward; 0 where it is not known."""
-        return self.memory.workspace if self.memory else (0,) * len(self._passes.layers)
-
-    @property
     def round_seconds(self) -> float:
         """Host seconds that a round takes, everything included: the median so far."""
-        return median(self._round_seconds)
+        return median(self.result.round_seconds)
 
     @property
     def counting_passes(self) -> int:
         """Of the warm-up, before those in two parts."""
-        counted = 1 + (not self.counts_less) + (self.memory is not None) + (self.loss_workspace is not None)
-        return counted + PLAIN_AND_HELD * self._subject.clock.has_host
+        is_counted = (
+            not self.counts_less,
+            self.counted.memory is not None,
+            self.counted.loss_workspace is not None,
+        )
+        return 1 + sum(is_counted) + PLAIN_AND_HELD * self._subject.clock.has_host
 
     @property
     def parts_passes(self) -> int:
@@ -456,22 +481,10 @@ class SizeRun:
         if not self._parts:
             return
         self._parts = False
-        self.parts_left_out = why
+        self.result.parts_left_out = why
         self.rounds.parts.clear()
         if self._journal is not None:
             self._journal.write_parts_left_out(self.size, why)
-
-    def _counted(self) -> CountedBytes:
-        return CountedBytes(
-            saved_bytes=self.saved.saved_bytes,
-            saved_input_bytes=self.saved.saved_input_bytes,
-            output_bytes=self.saved.output_bytes,
-            loss_saved_bytes=self.saved.loss_saved_bytes,
-            loss_output_bytes=self.saved.loss_output_bytes,
-            memory=self.memory,
-            loss_workspace=self.loss_workspace,
-            peak_bytes=self.peak_bytes,
-        )
 
     def _count_pending(self) -> list[int] | None:
         """What a backward in two parts leaves for its second; None where the model does not run so."""
@@ -526,53 +539,3 @@ class SizeRun:
         self.leave_parts_out(reason)
         # Only here, behind the except block, is nothing held by the traceback any more.
         release(self._subject.device)
-
-
-# The results at one micro-batch size, of a model that was measured whole or in segments.
-
-
-@dataclass
-class SizeResult:
-    """Entries by layer. `rounds` is without passes on the meta device, and without whole ones in segments."""
-
-    size: int
-    rounds: TimedPasses = field(default_factory=TimedPasses)
-    saved_bytes: list[int] = field(default_factory=list)
-    saved_input_bytes: list[int] = field(default_factory=list)
-    output_bytes: list[int] = field(default_factory=list)
-    forward_workspace_bytes: list[int] = field(default_factory=list)
-    """Empty where it is not known; as in StepMemory."""
-    backward_workspace_bytes: list[int] = field(default_factory=list)
-    loss_saved_bytes: int = 0
-    loss_output_bytes: int = 0
-    loss_workspace: LossWorkspace | None = None
-    """None without a loss, and where it is not known."""
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    pending_gradient_bytes: list[int] | None = None
-    """None: not counted."""
-    operations: Sequence[LayerOperations] | None = None
-    """Of an estimate, and last those of the loss, if there is one."""
-
-    @classmethod
-    def of_run(cls, run: SizeRun) -> SizeResult:
-        """Of a model that was on the device whole."""
-        memory: StepMemory | None = run.memory
-        return cls(
-            size=run.size,
-            rounds=run.rounds,
-            saved_bytes=run.saved.saved_bytes,
-            saved_input_bytes=run.saved.saved_input_bytes,
-            output_bytes=run.saved.output_bytes,
-            forward_workspace_bytes=list(memory.forward) if memory else [],
-            backward_workspace_bytes=list(memory.backward) if memory else [],
-            loss_saved_bytes=run.saved.loss_saved_bytes,
-            loss_output_bytes=run.saved.loss_output_bytes,
-            loss_workspace=run.loss_workspace,
-            peak_bytes=run.peak_bytes,
-            reserved_bytes=run.reserved_bytes,
-            predicted_peak_bytes=memory.predicted_peak if memory else None,
-            pending_gradient_bytes=run.pending_bytes or run.rounds.pending_bytes(),
-            operations=None if run.operations is None else run.operations.layers,
-        )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ..cost_models.errors import ModelError
 from ..cost_models.quantities import format_bytes
 from .gpu_state import GpuRecord, GpuState, read_gpu_state
-from .journal import Journal, JournalSize
+from .journal import Journal
 from .layer import ShapeDependsOnBatch
 from .local_machine import free_host_bytes
 from .measurement_target import MeasurementTarget
 from .passes import time_gradient_adding
 from .profile_file import Unmeasured
-from .size_run import FEWEST_PASSES, FIRST_PASSES, SizeResult, SizeRun, release
-from .timed_passes import link_sizes
+from .size_run import FEWEST_PASSES, FIRST_PASSES, SizeRun, release
+from .timed_passes import SizeResult, link_sizes
 from .user_model import DoesNotFit, is_out_of_memory, refusal
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class SizeSweep(ABC, Generic[Run]):
         besides = _BESIDES_LOADING * self.earlier_seconds if len(self.runs) < _SIZES else 0.0
         return max(self.budget_seconds, besides)
 
-    def journal_size(self, size: int) -> JournalSize | None:
+    def journal_size(self, size: int) -> SizeResult | None:
         """The journal's record of a size, left by an interrupted run."""
         return self.journal.sizes.get(size) if self.journal else None
 
@@ -185,7 +185,7 @@ class SizeSweep(ABC, Generic[Run]):
             if "does not fit" in self._refusals.get(size, ()):
                 return
             earlier = self.journal_size(size)
-            begun = earlier is not None and earlier.has_passes
+            begun = earlier is not None and bool(earlier.rounds.layers or earlier.rounds.whole)
             refusal = self._refuse(size) if self.runs and not begun else None
             refusal = refusal or self._try(size)
             if refusal is not None:
@@ -333,7 +333,7 @@ class WholeSweep(SizeSweep[SizeRun]):
 
     @property
     def results(self) -> list[SizeResult]:
-        return [SizeResult.of_run(run) for run in self.runs]
+        return [run.result for run in self.runs]
 
     def predict_seconds(self, size: int, *, least: bool = False) -> float:
         last = self.runs[-1]
@@ -356,12 +356,13 @@ class WholeSweep(SizeSweep[SizeRun]):
 
     def memory_detail(self, size: int) -> str:
         last = self.runs[-1]
-        if self.memory_bytes is not None and last.memory and last.peak_bytes:
-            static = last.memory.static
-            peak = static + (last.peak_bytes - static) * size / last.size
+        counted = last.counted
+        if self.memory_bytes is not None and counted.memory and counted.peak_bytes:
+            static = counted.memory.static
+            peak = static + (counted.peak_bytes - static) * size / last.size
             if peak > self.memory_bytes:
                 return f"it would need about {format_bytes(round(peak))} of {format_bytes(self.memory_bytes)}"
-        needed = _MARGIN * sum(last.saved.saved_bytes) * size / last.size
+        needed = _MARGIN * sum(counted.saved_bytes) * size / last.size
         return self._beyond_host(needed, "save about {} for backward")
 
     def measure_size(self, size: int) -> SizeRun:
@@ -452,7 +453,7 @@ class WholeSweep(SizeSweep[SizeRun]):
                 self._warm_device(run)
                 self._leave_parts_to_the_budget(run)
             # Besides what is saved, a CPU would hold about as much in gradients.
-            beyond = self._beyond_host(_PARTS_MARGIN * sum(run.saved.saved_bytes), "need about {}")
+            beyond = self._beyond_host(_PARTS_MARGIN * sum(run.counted.saved_bytes), "need about {}")
             if beyond:
                 run.leave_parts_out(beyond)
             run.warm_up_parts()
@@ -469,7 +470,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         self._note_parts(run)
         if not self.runs and self.rounds is None and self.spent > self.budget_seconds:
             self.notes.append(self._short_budget(run))
-        if run.memory is None and _NO_PEAK not in self.notes:
+        if run.counted.memory is None and _NO_PEAK not in self.notes:
             self.notes.append(_NO_PEAK)
         return run
 
@@ -564,7 +565,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         return [run for run in self.runs if run.size == self._begun_last]
 
     def _note_parts(self, run: SizeRun) -> None:
-        why = run.parts_left_out.rstrip(".")
+        why = run.result.parts_left_out.rstrip(".")
         note = f"micro-batch size {run.size} has no backward in two parts: {why}"
         if why and note not in self.notes:
             self.notes.append(note)

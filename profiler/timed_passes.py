@@ -20,6 +20,7 @@ from .memory import storages
 from .passes import (
     CompositeWatcher,
     Context,
+    CountedBytes,
     LayerTimes,
     OutputGradients,
     PassTimes,
@@ -31,6 +32,7 @@ from .torch_private import alias, backward_parts, storage_key, tree_flatten, tre
 
 if TYPE_CHECKING:
     from .layer import Layer
+    from .operations import LayerOperations
 
 
 # Backward in two parts, as zero-bubble schedules run it: the inputs' gradients, then the weights'.
@@ -427,3 +429,25 @@ def spread(samples: Vector) -> Vector:
     wide = np.zeros_like(middle)
     np.divide(high - low, middle, out=wide, where=middle > 0)
     return np.asarray(wide, dtype=np.float64)
+
+
+@dataclass
+class SizeResult:
+    """All that was found at one micro-batch size.
+
+    `rounds` has no passes on the meta device, and none of the whole model where that is measured in segments.
+    """
+
+    size: int
+    counted: CountedBytes
+    rounds: TimedPasses = field(default_factory=TimedPasses)
+    round_seconds: list[float] = field(default_factory=list)
+    """Host seconds of each round, everything included."""
+    parts_left_out: str = ""
+    """Reason for no backward in two parts, where one was to be measured."""
+    reserved_bytes: int | None = None
+    """Most that CUDA's caching allocator took of the device; None for other devices."""
+    pending_gradient_bytes: list[int] | None = None
+    """By layer, where the timed passes did not count them. None: not counted."""
+    operations: Sequence[LayerOperations] | None = None
+    """Operations of an estimate, by layer, and last those of the loss, if there is one."""

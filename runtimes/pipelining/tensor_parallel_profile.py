@@ -24,7 +24,7 @@ from ...profiler.clocks import Clock, clock_for
 from ...profiler.layer import Layer
 from ...profiler.layers import sequential
 from ...profiler.local_machine import device_memory_bytes, device_name, versions
-from ...profiler.passes import LayerStamps, LayerTimes, OutputGradients, SavedBytes, run_layers
+from ...profiler.passes import CountedBytes, LayerStamps, LayerTimes, OutputGradients, SavedBytes, run_layers
 from ...profiler.profile_file import Profile
 from ...profiler.timed_passes import TimedPasses
 from ...profiler.torchrun_env import COMMAND, read_torchrun_env
@@ -164,18 +164,18 @@ class _SharedLayers:
         times = stamps.times()
         return np.stack([times.forward, times.backward])
 
-    def saved_bytes(self, batch: Any) -> SavedBytes:
+    def saved_bytes(self, batch: Any) -> CountedBytes:
         """Return the bytes that one forward through all layers saves."""
         watcher = _LocalBytes(self.modules)
         with watcher.hooks():
             run_layers(self._layers, batch, self._gradients, watcher)
-        return watcher
+        return watcher.counted
 
 
 def _written(
     structure: Profile,
     run: _SharedLayers,
-    saved: Sequence[SavedBytes],
+    saved: Sequence[CountedBytes],
     seconds: Sequence[TimedPasses],
     processes: int,
 ) -> Profile:
@@ -191,12 +191,12 @@ def _written(
             "largest_parameter_bytes": max(trainable, default=0),
             "buffer_bytes": sum(each.nbytes for each in own.buffers()),
         }
-        for cost, watcher, passes in zip(layer["costs"], saved, seconds, strict=True):
+        for cost, counted, passes in zip(layer["costs"], saved, seconds, strict=True):
             cost |= {
                 "forward_seconds": float(passes.medians("forward")[index]),
                 "backward_seconds": float(passes.medians("backward")[index]),
-                "saved_bytes": watcher.saved_bytes[index],
-                "saved_input_bytes": watcher.saved_input_bytes[index],
+                "saved_bytes": counted.saved_bytes[index],
+                "saved_input_bytes": counted.saved_input_bytes[index],
                 "spread": passes.spreads()[index],
             }
     note = (

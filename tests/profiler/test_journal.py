@@ -9,10 +9,10 @@ import filelock
 import numpy as np
 import pytest
 
-from pplan.profiler.journal import CountedBytes, Journal, JournalSize, read
+from pplan.profiler.journal import Journal, read
 from pplan.profiler.memory import LossWorkspace, StepMemory
-from pplan.profiler.passes import LayerTimes, PassTimes
-from pplan.profiler.timed_passes import PartTimes
+from pplan.profiler.passes import CountedBytes, LayerTimes, PassTimes
+from pplan.profiler.timed_passes import PartTimes, SizeResult
 
 COUNTED = CountedBytes(
     saved_bytes=[4, 8],
@@ -57,7 +57,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def counts(kept: JournalSize) -> tuple[int, int, int, int]:
+def counts(kept: SizeResult) -> tuple[int, int, int, int]:
     rounds = kept.rounds
     return len(rounds.layers), len(rounds.whole), len(rounds.parts), len(kept.round_seconds)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.errors import MachineError, ModelError, UsageError
-from pplan.profiler import segments as segmented_sweep_module
 from pplan.profiler.build_profile import build_profile
 from pplan.profiler.clocks import CpuClock
 from pplan.profiler.layers import as_sequential, build_chain
@@ -19,7 +18,7 @@ from pplan.profiler.measure import profile_model
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.segments import SegmentedMeasurement, SegmentedSweep
+from pplan.profiler.segments import SegmentedSweep
 from pplan.profiler.size_sweep import Progress, WholeSweep, sizes_to_try
 from pplan.profiler.user_model import DoesNotFit, LoadedModel, ModelInput
 
@@ -139,7 +138,7 @@ def test_rounds_that_are_named_are_made_whatever_they_cost(clock: Any, takes: An
 
 def test_default_sizes_end_where_a_layer_alone_does_not_fit(clock: Any, takes: Any) -> None:
     model = nn.Sequential(*(takes(clock, 1, 2) for _ in range(4)))
-    sweep = swept(subject_of(model, clock), 500)
+    sweep = swept(subject_of(model, clock), 560)
     assert sizes_of(sweep) == [1, 2, 4]
     assert left_of(sweep) == [(8, "does not fit")]
     assert "does not fit on cpu even alone" in sweep.unmeasured[0].detail
@@ -157,21 +156,19 @@ def test_a_layer_too_large_at_the_smallest_size_is_an_error(clock: Any, takes: A
     assert "`micro_batch_sizes`" in caught.value.hint
 
 
-class Refusing:
-    """Stands for Segmented where the allocator refuses so many times."""
+def refuse(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception) -> list[int]:
+    """The allocator refuses so many times; how many segments were tried."""
+    tried: list[int] = []
+    measure = SegmentedSweep._measure_segments
 
-    def __init__(self, times: int, error: Exception) -> None:
-        self.times, self.error = times, error
-        self.tried: list[int] = []
+    def refusing(sweep: SegmentedSweep, size: int, segments: Sequence[range]) -> Any:
+        tried.append(len(segments))
+        if len(tried) > times:
+            return measure(sweep, size, segments)
+        raise error
 
-    def __call__(self, layers: Any, segments: Sequence[range], *others: Any, **options: Any) -> Any:
-        self.tried.append(len(segments))
-        if len(self.tried) > self.times:
-            return SegmentedMeasurement(layers, segments, *others, **options)
-        return self
-
-    def measure(self, given: Any, rounds: int) -> None:  # noqa: ARG002
-        raise self.error
+    monkeypatch.setattr(SegmentedSweep, "_measure_segments", refusing)
+    return tried
 
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual")
@@ -180,22 +177,20 @@ OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nS
 def test_memory_that_runs_out_all_the_same_makes_more_segments(
     monkeypatch: pytest.MonkeyPatch, convolutions: MakeModel
 ) -> None:
-    refusing = Refusing(1, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
+    tried = refuse(monkeypatch, 1, OUT)
     subject = subject_of(convolutions(), CpuClock(), torch.randn(2, 3, 10, 10))
     sweep = swept(subject, 38_000, [3], rounds=1)
-    assert refusing.tried == [1, 3]
+    assert tried == [1, 3]
     assert sweep.notes == [f"does not fit on cpu whole: measured in 3 segments{UNHELD}"]
 
 
 def test_memory_that_runs_out_always_is_told(monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any) -> None:
-    refusing = Refusing(9, OUT)
-    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", refusing)
+    tried = refuse(monkeypatch, 9, OUT)
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
     with pytest.raises(DoesNotFit, match="size 2 does not fit even in segments: CUDA out of memory"):
         swept(subject, MUCH, [2])
     # One layer alone cannot be taken apart any more.
-    assert refusing.tried == [1]
+    assert tried == [1]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     error: Exception, monkeypatch: pytest.MonkeyPatch, clock: Any, takes: Any
 ) -> None:
     subject = subject_of(nn.Sequential(takes(clock, 1, 2)), clock)
-    monkeypatch.setattr(segmented_sweep_module, "SegmentedMeasurement", Refusing(9, error))
+    refuse(monkeypatch, 9, error)
     with pytest.raises(type(error), match=str(error)):
         swept(subject, MUCH, [2, 4])
 
@@ -229,7 +224,7 @@ def test_a_sequential_made_of_layers_keeps_them(clock: Any) -> None:
     subject = subject_of(made, clock)
     assert subject.chain.granularity == "module:0"
     assert [layer.name for layer in subject.chain.layers] == [layer.name for layer in whole.layers]
-    assert len(swept(subject, MUCH, [2], rounds=1).results[0].saved_bytes) == 2
+    assert len(swept(subject, MUCH, [2], rounds=1).results[0].counted.saved_bytes) == 2
 
 
 def test_progress_tells_layers_and_the_budget(clock: Any, takes: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,8 @@ from pplan.profiler.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.modes import Modes
-from pplan.profiler.size_run import SizeResult, SizeRun
+from pplan.profiler.size_run import SizeRun
+from pplan.profiler.timed_passes import SizeResult
 from pplan.profiler.user_model import copy_model, copy_to_meta
 
 SIZE = 2
@@ -54,11 +55,11 @@ def subject_of(
 
 
 def bytes_of(subject: MeasurementTarget, result: SizeResult, *, workspace: bool) -> Bytes:
-    columns = [result.saved_bytes, result.saved_input_bytes, result.output_bytes]
+    counted = result.counted
+    columns: list[Sequence[int]] = [counted.saved_bytes, counted.saved_input_bytes, counted.output_bytes]
     if workspace:
-        assert result.forward_workspace_bytes is not None
-        assert result.backward_workspace_bytes is not None
-        columns += [result.forward_workspace_bytes, result.backward_workspace_bytes]
+        assert counted.memory is not None
+        columns += [counted.memory.forward, counted.memory.backward]
     rows = list(zip(*columns, strict=True))
     return {layer.name: row for layer, row in zip(subject.chain.layers, rows, strict=True)}
 
@@ -84,7 +85,7 @@ def both(
     subject = subject_of(model, example, "cpu", *settings)
     run = SizeRun(subject, SIZE)
     run.count(lambda _layer: None)
-    on_cpu = bytes_of(subject, SizeResult.of_run(run), workspace=workspace)
+    on_cpu = bytes_of(subject, run.result, workspace=workspace)
     assert sum(row[0] for row in on_cpu.values()) > 0
     return on_meta, on_cpu
 

@@ -74,13 +74,12 @@ def test_every_figure_follows_from_the_clock(clock: Any, takes: Any) -> None:
         assert run.rounds.part_medians("input") == [None, None]
         assert run.rounds.loss_medians() is None
         assert (len(run.rounds), run.rounds.parts) == (3, [])
-        assert run.saved.output_bytes == [16 * run.size] * 2
-        assert run.memory is not None
-        assert run.memory.saved == tuple(run.saved.saved_bytes)
-        assert run.workspace_bytes == run.memory.workspace
+        assert run.counted.output_bytes == [16 * run.size] * 2
+        assert run.counted.memory is not None
+        assert run.counted.memory.saved == tuple(run.counted.saved_bytes)
         # In a layer's backward: two weights and their gradients; the input, the layer's own input or the
         # gradient that came in, the output and its gradient; two products and the sum of one.
-        assert run.peak_bytes == 4 * 4 + 5 * 16 * run.size + 16 * run.size + 4
+        assert run.counted.peak_bytes == 4 * 4 + 5 * 16 * run.size + 16 * run.size + 4
         assert host_note(run) is None
     assert sweep.notes == []
 
@@ -277,7 +276,7 @@ def test_the_loss_is_measured_besides_the_layers(clock: Any, takes: Any) -> None
     assert measured is not None
     assert (measured.forward, measured.backward) == (20, 40)
     # The loss' function is no part of the model: the weight that it saves counts too.
-    assert (run.saved.loss_saved_bytes, run.saved.loss_output_bytes) == (2 * 16 + 4, 4)
+    assert (run.counted.loss_saved_bytes, run.counted.loss_output_bytes) == (2 * 16 + 4, 4)
 
 
 def test_the_input_is_converted_as_the_model_is(clock: Any) -> None:
@@ -378,7 +377,7 @@ def test_what_is_compiled_gets_all_its_rounds_before_the_next_size(
     assert rounds_of(sweep) == [5, 5]
     # Each layer, and the model, once for each size.
     assert len(compiled) == 2 * 3
-    assert all(run.memory is not None and run.peak_bytes and not run.rounds.parts for run in sweep.runs)
+    assert all(run.counted.memory and run.counted.peak_bytes and not run.rounds.parts for run in sweep.runs)
     assert sweep.notes == []
 
 
@@ -388,7 +387,7 @@ def test_what_is_compiled_has_no_workspace_where_no_allocator_tells(
     monkeypatch.setattr(torch, "compile", lambda code, **_options: code)
     monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
     sweep = swept(subject_of(nn.Linear(4, 4), clock, modes=Modes(compile=True)), [1])
-    assert sweep.runs[0].memory is None
+    assert sweep.runs[0].counted.memory is None
     (note,) = sweep.notes
     assert note.startswith("compiled for the CPU: ")
 
@@ -467,7 +466,7 @@ def test_the_smallest_size_is_measured_whatever_the_budget(clock: Any, takes: An
     assert left_of(sweep) == [(16, "budget"), (32, "budget")]
     # Two passes that count and a round of two, 24 s each, without the pass of the peak; three rounds would be
     # what is needed.
-    assert sweep.runs[0].peak_bytes is None
+    assert sweep.runs[0].counted.peak_bytes is None
     assert sweep.notes == [
         "micro-batch size 8: a budget of 0.001 s leaves no time to count the peak of a step, what the loss "
         "allocates and what adding gradients takes; plans take the loss to allocate nothing, and the first "

@@ -26,10 +26,9 @@ from pplan.profiler.memory import (
     lasting,
     peak_of_step,
 )
-from pplan.profiler.passes import OutputGradients, backward, run_layers
+from pplan.profiler.passes import CompositeWatcher, OutputGradients, SavedBytes, backward, run_layers
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.segments import count_pass
 from tests.stage_bytes import stage_workspace
 
 
@@ -45,15 +44,18 @@ def measured(
     given."""
     meter, gradients = meter or LiveBytes(given.device, lasting(model)), OutputGradients(0)
     with meter:
-        saved, _ = count_pass(model, layers, given.clone(), gradients, meter)
+        watcher = SavedBytes(model, len(layers))
+        with watcher.hooks():
+            run_layers(layers, given.clone(), gradients, watcher)
     with meter:
         again = given.clone()
+        workspace, counting = Workspace(model, len(layers), meter, [again]), SavedBytes(model, len(layers))
         if apart:
-            workspace = Workspace(model, len(layers), meter, [again])
             run_layers(layers, again, gradients, workspace)
         else:
-            _, workspace = count_pass(model, layers, again, gradients, meter)
-    memory = workspace.memory(saved.saved_bytes)
+            with counting.hooks():
+                run_layers(layers, again, gradients, CompositeWatcher(counting, workspace))
+    memory = workspace.memory(watcher.counted.saved_bytes)
     peak = peak_of_step(lambda: backward(*gradients.of(model(again))), meter)
     return memory, peak
 

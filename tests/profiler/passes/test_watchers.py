@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pplan.profiler.layer import Layer
 from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import load_loss
-from pplan.profiler.passes import CompositeWatcher, OutputGradients, SavedBytes, run_layers
+from pplan.profiler.passes import CompositeWatcher, CountedBytes, OutputGradients, SavedBytes, run_layers
 
 
 class Listens:
@@ -53,14 +53,14 @@ def test_each_hears_everything() -> None:
     assert heard == [(name, *told) for told in alone for name in "ab"]
 
 
-def counted(model: nn.Module, layers: tuple[Layer, ...], given: Tensor) -> SavedBytes:
+def counted(model: nn.Module, layers: tuple[Layer, ...], given: Tensor) -> CountedBytes:
     saved = SavedBytes(model, len(layers))
     with saved.hooks():
         run_layers(layers, given, OutputGradients(0), saved)
-    return saved
+    return saved.counted
 
 
-def count(model: nn.Module, given: Tensor) -> SavedBytes:
+def count(model: nn.Module, given: Tensor) -> CountedBytes:
     return counted(model, build_chain(model, given).layers, given)
 
 
@@ -252,9 +252,10 @@ class Pick(nn.Module):
 
 def test_the_loss_has_bytes_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
-    layers, saved = build_chain(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
-    with saved.hooks():
-        run_layers(layers, torch.ones(3, 4), OutputGradients(0), saved, loss=load_loss("cross-entropy"))
+    layers, watcher = build_chain(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
+    with watcher.hooks():
+        run_layers(layers, torch.ones(3, 4), OutputGradients(0), watcher, loss=load_loss("cross-entropy"))
+    saved = watcher.counted
     assert (saved.saved_bytes, saved.output_bytes) == ([48, 96], [96, 60])
     assert saved.saved_input_bytes == [0, 0]
     # Of cross-entropy: the logarithms of 3 x 5 probabilities, 3 targets of 8 bytes, and a sum of weights.
