@@ -18,7 +18,7 @@ from pplan.planner.planners.dapple_planner import find_dapple_plan
 from pplan.planner.planners.pipedream_planner import PAPER, PUBLISHED
 from pplan.planner.planners.replica_groups import CutPlan, MicroBatchChoice
 from pplan.planner.search.space import Space
-from pplan.profiler.importing.importer import import_profile
+from pplan.profiler.imports import import_profile
 from pplan.profiler.profile_options import ProfileImportOptions
 
 PROFILES = {"pipedream-vgg16": "pipedream-vgg16-graph.txt", "dapple-vgg19": "dapple-vgg19-batch32.txt"}

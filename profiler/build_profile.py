@@ -13,7 +13,7 @@ from ..cost_models.layer import parts_warning
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .layer import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
-from .measurement_target import MeasurementTarget
+from .modes import MeasurementTarget
 from .names import public_name, public_settings
 from .profile_file import (
     InputTensor,
@@ -26,8 +26,8 @@ from .profile_file import (
     Tied,
     Unmeasured,
     WholeMeasurement,
+    closing_warning,
 )
-from .profile_warnings import closing_warning
 from .timed_passes import SizeResult
 
 _WORTH_A_NOTE = 0.05

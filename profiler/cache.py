@@ -22,8 +22,7 @@ from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import is_positive
 from ..cost_models.text_files import is_unchanged, read_text, sha256, write_whole
 from .names import TRANSFORMERS, find_configuration, may_name
-from .profile_file import Profile
-from .profile_warnings import misses_whole
+from .profile_file import Profile, misses_whole
 
 if TYPE_CHECKING:
     from .journal import Journal

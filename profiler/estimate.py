@@ -21,8 +21,8 @@ from ..cost_models.machines import ROOFLINES, Roofline, find_roofline, match_dev
 from ..cost_models.roofline_file import load_roofline
 from .build_profile import build_profile
 from .layer import Layer, LayerChain
-from .measurement_target import MeasurementTarget
 from .meta_device import ON_A_GPU, Kernels, MetaOperations, attention_as_on_the_cpu, kernels_as_on_a_gpu
+from .modes import MeasurementTarget
 from .operations import LayerOperations, Operation, operation_counter
 from .passes import IdleWatcher, LayerTimes, OutputGradients, PassTimes, forward_layers, run_layers
 from .profile_file import Profile, Unmeasured

@@ -34,7 +34,7 @@ from .cache import environment, process_state
 from .layer import storage_aliases
 from .local_machine import device_memory_bytes, device_name, versions
 from .losses import Loss, load_loss
-from .measurement_target import Setup, dtype_for
+from .modes import Setup, dtype_for
 from .names import find_source
 from .torch_private import REGISTRIES, tree_flatten
 from .user_model import LoadedModel

@@ -32,9 +32,8 @@ from .layer import KEEP_BATCH, ShapeDependsOnBatch, storage_aliases
 from .layers import build_chain
 from .local_machine import free_bytes, parse_device
 from .losses import load_loss
-from .measurement_target import MeasurementTarget, Setup, dtype_for, dtype_text
 from .models import from_module
-from .modes import Modes
+from .modes import MeasurementTarget, Modes, Setup, dtype_for, dtype_text
 from .profile_file import Interrupted, Profile, Unmeasured
 from .profile_options import ProfileOptions
 from .segments import SegmentedSweep

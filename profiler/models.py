@@ -20,7 +20,7 @@ from torch import nn
 
 from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import is_positive
-from .layer_sequential import model_name
+from .layer import model_name
 from .losses import import_function
 from .names import TRANSFORMERS, may_name, quote_name, refuse_unknown_name, unknown_name
 from .user_model import (

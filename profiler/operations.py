@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .measurement_target import MeasurementTarget
+from .modes import MeasurementTarget
 from .torch_private import (
     BATCH_NORMS,
     CPU_FLASH_BACKWARDS,

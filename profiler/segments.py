@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from ..cost_models.errors import MachineError, ModelError, PplanError
 from ..cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ..cost_models.quantities import format_bytes
-from .layer import Layer, modules_used, tensors_used
-from .layer_sequential import LayerSequential
+from .layer import Layer, LayerSequential, modules_used, tensors_used
 from .layers import build_chain
-from .measurement_target import MeasurementTarget
 from .memory import StepMemory, storages
 from .meta_device import kernels_on
+from .modes import MeasurementTarget
 from .passes import CountedBytes, LayerTimes, OutputGradients, SavedBytes, warm_until_stable
 from .size_run import LayerPasses, SizeRun, no_collection, release
 from .size_sweep import SizeSweep

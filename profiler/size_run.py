@@ -18,8 +18,8 @@ from .clocks import LeadTuner
 from .journal import Journal, PassKind
 from .layer import Layer
 from .losses import Loss
-from .measurement_target import MeasurementTarget
 from .memory import Workspace, build_meter, peak_of_step, sees_kernels
+from .modes import MeasurementTarget
 from .operations import OperationCounter
 from .passes import (
     AGAIN,
@@ -36,7 +36,7 @@ from .passes import (
     stamped_layers,
     warm_until_stable,
 )
-from .profile_warnings import WAITED
+from .profile_file import WAITED
 from .timed_passes import PartTimes, SizeResult, TimedPasses, run_parts
 from .user_model import ModelInput, first_line, is_out_of_memory, refusal, tensors_in
 

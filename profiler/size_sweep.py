@@ -15,7 +15,7 @@ from .gpu_state import GpuRecord, GpuState, read_gpu_state
 from .journal import Journal
 from .layer import ShapeDependsOnBatch
 from .local_machine import free_host_bytes
-from .measurement_target import MeasurementTarget
+from .modes import MeasurementTarget
 from .passes import time_gradient_adding
 from .profile_file import Unmeasured
 from .size_run import FEWEST_PASSES, FIRST_PASSES, SizeRun, release

@@ -23,9 +23,16 @@ from torch import Tensor, nn
 from ..cost_models.errors import FileError, MachineError, ModelError, short_repr
 from ..cost_models.quantities import MOST_LAYERS, format_bytes
 from ..cost_models.text_files import read_text
-from .configuration import ConfigurationChanges, configured_size, key_names, key_value, open_keys, size_keys
+from .configuration import (
+    ConfigurationChanges,
+    InputMaker,
+    configured_size,
+    key_names,
+    key_value,
+    open_keys,
+    size_keys,
+)
 from .local_machine import free_host_bytes
-from .made_up_inputs import InputMaker
 from .names import find_configuration, hub_cache, reads_as_path
 from .torch_private import child_modules
 from .user_model import LoadedModel, ModelInput, at_user_line, first_line, fixed_seed, is_out_of_memory

@@ -32,8 +32,13 @@ FROM_RUNTIMES = {"planner": {"planner.plan_degrees", "planner.plan_file"}}
 WITHOUT_CIRCLES = ("cost_models", "planner", "profiler", "runtimes")
 """Folders in which imports run one way, file by file and sub-folder by sub-folder."""
 TORCH = {"torch", "torchvision", "torchgpipe", "fairscale", "deepspeed"}
-NO_TORCH_FOLDERS = ("cost_models", "planner", "cli", "profiler/importing")
-NO_TORCH_FILES = ("profiler/__init__.py", "profiler/profile_file.py", "profiler/names.py")
+NO_TORCH_FOLDERS = ("cost_models", "planner", "cli")
+NO_TORCH_FILES = (
+    "profiler/__init__.py",
+    "profiler/profile_file.py",
+    "profiler/names.py",
+    "profiler/imports.py",
+)
 
 
 @cache

@@ -33,7 +33,7 @@ from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
 from pplan.profiler import journal
-from pplan.profiler.importing.importer import import_profile
+from pplan.profiler.imports import import_profile
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileImportOptions
 from pplan.runtimes.checking.prediction import Calibration

@@ -18,9 +18,8 @@ from ..planner.build_plan import plan_partition
 from ..planner.candidate import FIRST_LAYERS
 from ..planner.plan_file import Partition, Plan, ProfileReference
 from ..planner.plan_options import PlanOptions, TrainingOptions, seconds_option
-from ..profiler.importing.importer import COST_FORMATS, looks_like_costs
-from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import list_notes, list_warnings
+from ..profiler.imports import COST_FORMATS, looks_like_costs
+from ..profiler.profile_file import Profile, list_notes, list_warnings
 from ..runtimes.imports import looks_like_partition, read_partition, with_virtual_stages
 from ..runtimes.trainer_options import FORMATS
 from .degree_profiles import one_degree

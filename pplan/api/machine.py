@@ -17,8 +17,7 @@ from ..cost_models.topology_file import (
     named_topology,
 )
 from ..planner.plan_file import Plan
-from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import profiled_device
+from ..profiler.profile_file import Profile, profiled_device
 
 
 def topology(name: str | Path, *, gpus: int | None = None) -> Topology:

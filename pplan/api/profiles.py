@@ -13,7 +13,7 @@ from ..cost_models.arguments import arguments_class, options_from, takes
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
 from ..profiler.cache import ProfileCache, Request, name_key
-from ..profiler.importing.importer import import_profile as import_file
+from ..profiler.imports import import_profile as import_file
 from ..profiler.names import refuse_unknown_name
 from ..profiler.profile_file import Profile
 from ..profiler.profile_options import (

@@ -29,8 +29,7 @@ from ..planner.plan_simulation import (
     read_machine,
     simulate_plan,
 )
-from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import profiled_device
+from ..profiler.profile_file import Profile, profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
 from .stage_costs import CostOptions, StageCosts, check_size, check_steady_size

@@ -21,8 +21,7 @@ from ..planner.objectives.solve_objective import solve_objective
 from ..planner.plan_file import DegreeResult, Plan, PlanRow, ProfileReference
 from ..planner.plan_options import PlanOptions
 from ..planner.problem import Problem
-from ..profiler.profile_file import Profile
-from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
+from ..profiler.profile_file import Profile, list_notes, list_warnings, profiled_device
 from ..runtimes.transformer_blocks import blocks_or_none
 from .configuration import Configuration, ProfileFile, configuration_of, read_source
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree

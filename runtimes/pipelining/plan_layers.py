@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...cost_models.runtime import find_runtime
-from ...profiler.layer import KEEP_BATCH, modules_used, tensors_used
-from ...profiler.layer_sequential import LayerSequential, register_references
+from ...profiler.layer import KEEP_BATCH, LayerSequential, modules_used, register_references, tensors_used
 from ...profiler.layers import sequential
 from ...profiler.torch_private import copy_registries
 from ...profiler.user_model import ModelInput

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.quantities import format_count
-from ...profiler.layer_sequential import LayerSequential
+from ...profiler.layer import LayerSequential
 from ...profiler.torch_private import (
     TreeSpec,
     backward_parts,

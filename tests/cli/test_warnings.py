@@ -11,8 +11,7 @@ import pytest
 
 import pplan
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_warnings import WAITED, closing_warning, list_notes, list_warnings
+from pplan.profiler.profile_file import WAITED, Profile, closing_warning, list_notes, list_warnings
 
 TOPOLOGY = Topology((Group(Device("toy", None), 2),), (Level("node", None, Link(1e9, 0.0)),))
 

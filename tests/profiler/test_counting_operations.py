@@ -16,8 +16,8 @@ from pplan.profiler.clocks import CpuClock
 from pplan.profiler.estimate import EqualLayers, as_on_a_gpu, count_operations, count_structure
 from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import load_loss
-from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
+from pplan.profiler.modes import MeasurementTarget
 from pplan.profiler.operations import LayerOperations, Operation
 from pplan.profiler.user_model import copy_to_meta
 

@@ -26,9 +26,8 @@ from pplan.profiler.cache import process_state
 from pplan.profiler.clocks import clock_for
 from pplan.profiler.fingerprint import fingerprint
 from pplan.profiler.measure import profile_model
-from pplan.profiler.measurement_target import Setup
 from pplan.profiler.models import from_module
-from pplan.profiler.modes import Modes
+from pplan.profiler.modes import Modes, Setup
 from pplan.profiler.profile_options import ProfileOptions
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from pplan.profiler import gpu_state, size_sweep
 from pplan.profiler.build_profile import build_profile
 from pplan.profiler.gpu_state import GpuRecord, GpuState, read_gpu_state
 from pplan.profiler.layers import build_chain
-from pplan.profiler.measurement_target import MeasurementTarget
+from pplan.profiler.modes import MeasurementTarget
 from pplan.profiler.passes import warm_until_stable
 from pplan.profiler.segments import SegmentedSweep
 from pplan.profiler.size_sweep import WholeSweep

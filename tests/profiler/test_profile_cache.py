@@ -25,9 +25,8 @@ from pplan.profiler.cache import Request, cache_folder
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
 from pplan.profiler.passes import LayerStamps
-from pplan.profiler.profile_file import Interrupted, Profile
+from pplan.profiler.profile_file import Interrupted, Profile, misses_whole
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.profile_warnings import misses_whole
 from pplan.profiler.size_sweep import Progress
 from pplan.profiler.user_model import LoadedModel
 

@@ -15,7 +15,7 @@ from pplan.profiler.clocks import CpuClock
 from pplan.profiler.layers import as_sequential, build_chain
 from pplan.profiler.losses import load_loss
 from pplan.profiler.measure import profile_model
-from pplan.profiler.measurement_target import MeasurementTarget
+from pplan.profiler.modes import MeasurementTarget
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.segments import SegmentedSweep

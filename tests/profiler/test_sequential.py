@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.layer_sequential import LayerSequential
+from pplan.profiler.layer import LayerSequential
 from pplan.profiler.layers import build_chain, sequential, state_dict_names
 from pplan.profiler.user_model import ModelInput
 

@@ -20,9 +20,8 @@ from torchvision.models.vision_transformer import VisionTransformer
 from pplan.profiler.clocks import CpuClock
 from pplan.profiler.estimate import EqualLayers, as_on_the_cpu, count_structure
 from pplan.profiler.layers import build_chain
-from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
-from pplan.profiler.modes import Modes
+from pplan.profiler.modes import MeasurementTarget, Modes
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.timed_passes import SizeResult
 from pplan.profiler.user_model import copy_model, copy_to_meta

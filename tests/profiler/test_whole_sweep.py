@@ -19,8 +19,7 @@ from pplan.profiler.build_profile import build_profile
 from pplan.profiler.layer import Layer, LayerChain
 from pplan.profiler.layers import build_chain
 from pplan.profiler.losses import Loss
-from pplan.profiler.measurement_target import MeasurementTarget
-from pplan.profiler.modes import Modes
+from pplan.profiler.modes import MeasurementTarget, Modes
 from pplan.profiler.passes import LayerTimes, run_whole
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.size_sweep import Progress, WholeSweep, host_note

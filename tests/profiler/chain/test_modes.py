@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import pplan
 from pplan.cost_models.errors import ModelError
-from pplan.profiler import mode_variants
+from pplan.profiler import layers as layers_module
 from pplan.profiler.layers import state_dict_names
 from pplan.profiler.torch_private import tree_leaves
 
@@ -230,8 +230,16 @@ def test_a_mode_that_cannot_be_traced_is_refused_with_the_place(kind: type[nn.Mo
 
 
 def test_models_that_do_not_ask_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mode_variants, "trace_model", None)
+    traces: list[object] = []
+    trace = layers_module.trace_model
+
+    def counted(model: nn.Module, *others: Any) -> Any:
+        traces.append(model)
+        return trace(model, *others)
+
+    monkeypatch.setattr(layers_module, "trace_model", counted)
     layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)), granularity="fine")
+    assert len(traces) == 1
     assert [type(layer) for layer in layers] == [nn.Linear, nn.Dropout, nn.Linear]
 
 

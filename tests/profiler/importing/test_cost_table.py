@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError
-from pplan.profiler.importing.cost_table import Row, group_rows, looks_like_csv, read_csv, read_json
+from pplan.profiler.imports import Row, group_rows, looks_like_csv, read_csv, read_json
 
 HEADER = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes"
 PLAIN = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError
-from pplan.profiler.importing.pipedream_graph import Graph, GraphLayers, Node, cut_into_layers, parse_graph
+from pplan.profiler.imports import Graph, GraphLayers, Node, cut_into_layers, parse_graph
 
 
 def made(text: str, granularity: str) -> GraphLayers:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, PplanError, UsageError
-from pplan.profiler.importing.importer import import_profile
+from pplan.profiler.imports import import_profile
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileImportOptions
 
@@ -211,5 +211,5 @@ def test_no_file_is_a_defect(tmp_path_factory: pytest.TempPathFactory, text: str
 
 @pytest.mark.slow
 def test_it_needs_no_torch() -> None:
-    code = "import sys, pplan.profiler.importing.importer; sys.exit('torch' in sys.modules)"
+    code = "import sys, pplan.profiler.imports; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pplan.cost_models.errors import FileError
-from pplan.profiler.importing.pipedream_graph import is_graph, parse_graph
+from pplan.profiler.imports import is_graph, parse_graph
 
 GOOD = "a -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=8, parameter_size=4"
 FIGURES = GOOD.split(" -- ")[2]

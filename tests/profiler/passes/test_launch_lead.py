@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pplan.profiler import clocks
 from pplan.profiler.clocks import Direction, DirectionTimes, LeadTuner
 from pplan.profiler.layers import build_chain
-from pplan.profiler.measurement_target import MeasurementTarget
+from pplan.profiler.modes import MeasurementTarget
 from pplan.profiler.passes import LayerStamps, LayerTimes, OutputGradients, run_layers, stamped_layers
 from pplan.profiler.size_run import SizePasses, SizeRun
 from pplan.profiler.size_sweep import WholeSweep
