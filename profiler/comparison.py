@@ -36,9 +36,11 @@ from .user_model import (
     ModelInput,
     at_user_line,
     copy_model,
+    failing_as,
     first_line,
     fixed_seed,
     flat,
+    ignoring_failures,
     is_out_of_memory,
     reseed,
     strided_buffers,
@@ -85,17 +87,15 @@ def _mixes(model: nn.Module, pair: ModelInput, dimension: int) -> bool | None:
 
     None where the model does not run.
     """
-    try:
-        with torch.no_grad():
-            together, _ = flat(pair.clone().call(model))
-            alone, _ = flat(_part(pair, dimension, slice(1, _PAIR)).clone().call(model))
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
+    results: list[list[Any]] = []
+    with ignoring_failures(), torch.no_grad():
+        both = (pair, _part(pair, dimension, slice(1, _PAIR)))
+        results = [flat(inputs.clone().call(model))[0] for inputs in both]
+    if not results:
         return None
     tensors = [
         (both, one)
-        for both, one in zip(together, alone, strict=True)
+        for both, one in zip(*results, strict=True)
         if isinstance(both, Tensor)
         and isinstance(one, Tensor)
         and both.is_floating_point()
@@ -264,15 +264,15 @@ class SideBySide:
 
     def _model_pass(self, batch: int) -> PassResult:
         before = class_attributes(self._own.model)
-        try:
-            result = self._own.train_once(self.example(batch), self.seed)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelFails(
+
+        def fails(error: Exception) -> ModelFails:
+            return ModelFails(
                 f"{self.name} does not train on a batch of {batch}: {first_line(error)}{at_user_line(error)}",
                 "Forward and backward must run on inputs like the example.",
-            ) from error
+            )
+
+        with failing_as(fails):
+            result = self._own.train_once(self.example(batch), self.seed)
         self.batches.append(batch)
         self._states.append(plain_attributes(self._own.model))
         after = class_attributes(self._own.model)
@@ -282,12 +282,8 @@ class SideBySide:
 
     def _compare(self, expected: PassResult) -> None:
         before = class_attributes(self._own.model)
-        try:
+        with failing_as(lambda error: LayersDiffer([], self.batches, error)):
             actual = self._layers.train_once(self.example(self.batches[-1]), self.seed)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise LayersDiffer([], self.batches, error) from error
         after = class_attributes(self._own.model)
         self._class_changes[-1] -= {name for name in after if before.get(name) != after[name]}
         several = differences(expected, actual)

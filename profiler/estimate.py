@@ -281,10 +281,9 @@ def _for_all_layers(result: SizeResult, blocks: EqualLayers) -> SizeResult:
     lists = ("saved_bytes", "saved_input_bytes", "output_bytes")
     by_layer: dict[str, Any] = {name: blocks.by_layer(getattr(counted, name)) for name in lists}
     if memory is not None:
-        parts = {
-            name: tuple(blocks.by_layer(getattr(memory, name))) for name in ("saved", "forward", "backward")
-        }
-        by_layer["memory"] = replace(memory, **parts)
+        rows = (memory.saved, memory.forward, memory.backward)
+        saved, forward, backward = (tuple(blocks.by_layer(row)) for row in rows)
+        by_layer["memory"] = replace(memory, saved=saved, forward=forward, backward=backward)
     pending, operations = result.pending_gradient_bytes, result.operations
     return replace(
         result,

@@ -44,6 +44,7 @@ from .user_model import (
     ModelInput,
     copy_model,
     copy_to_meta,
+    failing_as,
     first_line,
     is_out_of_memory,
     user_line,
@@ -230,7 +231,7 @@ def export_with_whole_blocks(
     For many blocks, which take long to trace. Raises ModelError where they may do more than to return what
     they compute: where they recompute parts of themselves, or keep tensors in attributes.
     """
-    try:
+    with failing_as(lambda error: _as_model_error(error, name)):
         calls = OpaqueCalls(blocks)
         watched, some, _ = _on_meta(model, example, name)
         before = _tensor_attributes(watched)
@@ -241,10 +242,6 @@ def export_with_whole_blocks(
         export = _exported(*_on_meta(model, example, name), calls)
         _refuse_no_values(export, example)
         return rebuild_graph(model, export, blocks)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _as_model_error(error, name) from error
 
 
 def export_with_checks(
@@ -257,15 +254,11 @@ def export_with_checks(
     NoOtherGraph where forward takes none.
     """
     reads = ValueReads(of_the_input=of_the_input)
-    try:
+    with failing_as(lambda error: _as_model_error(error, name)):
         watched, some, _ = _for_real(model, example, name)
         with trial_run(some, gradients=True), _masks(example):
             reads.watch(watched, [some, some.repeated(some.batch + 1), _of_other_values(some)])
         return rebuild_graph(model, _exported(*_for_real(model, example, name), reads=reads))
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _as_model_error(error, name) from error
 
 
 def _of_other_values(example: ModelInput) -> ModelInput:

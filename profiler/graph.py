@@ -24,7 +24,7 @@ from .torch_private import (
     tree_leaves,
     tree_map_only,
 )
-from .user_model import ModelInput, is_out_of_memory, layer_failure
+from .user_model import ModelInput, failing_as, layer_failure
 
 # Sizes, devices and dtypes do not cross a cut: a layer computes them again from the tensors it is given.
 #
@@ -482,17 +482,17 @@ class _Runner:
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = self._plain(node.args), self._plain(node.kwargs)
         run = self._callable(node)
-        try:
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return run(*args, **kwargs)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
+
+        def failure(error: Exception) -> ModelError:
             path = self._traced.paths.get(node, "")
             name = str(node.target) if node.op == "call_module" else path or node.name
             first = next(_tensors((args, kwargs)), args[0] if args else None)
-            raise layer_failure(name, _kind(node, run), first, error) from error
+            return layer_failure(name, _kind(node, run), first, error)
+
+        with failing_as(failure):
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return run(*args, **kwargs)
 
     def _plain(self, argument: Any) -> Any:
         """Values for nodes; fx keeps lists that cannot be changed, which functions may want to."""

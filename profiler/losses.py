@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cost_models.errors import ModelError, UsageError
-from .user_model import at_user_line, first_line, flat, is_out_of_memory, normal_like, whole_numbers
+from .user_model import at_user_line, failing_as, first_line, flat, normal_like, whole_numbers
 
 LOSSES = ("cross-entropy", "mse", "none")
 _TARGETS_SEED = 1
@@ -35,18 +35,16 @@ class Loss:
 
     def of(self, output: Any) -> Tensor:
         """The loss, a scalar that needs a gradient. Raises ModelError."""
-        try:
-            loss = self.function(output)
-        except ModelError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
+
+        def failed(error: Exception) -> ModelError:
             reason = f"{first_line(error)}{at_user_line(error)}"
-            raise ModelError(
+            return ModelError(
                 f"the loss {self.name} failed on the model's output: {reason}",
                 "Name another with `loss`, or none.",
-            ) from error
+            )
+
+        with failing_as(failed, through=ModelError):
+            loss = self.function(output)
         return _checked(loss, self.name)
 
 

@@ -29,9 +29,9 @@ from .user_model import (
     at_user_line,
     check_seed,
     describe_type,
+    failing_as,
     first_line,
     fixed_seed,
-    is_out_of_memory,
     noise,
 )
 
@@ -206,15 +206,13 @@ def _build(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: 
             # Some compute sizes with tensors while they are built, which have no values there.
             with contextlib.suppress(Exception), torch.device("meta"):
                 return build()
-        try:
-            return build()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelError(
+        with failing_as(
+            lambda error: ModelError(
                 f"model {name!r}: torchvision could not build it: {first_line(error)}",
                 "Check `classes`, or name another model.",
-            ) from error
+            )
+        ):
+            return build()
 
 
 def _own_shape(name: str, module: nn.Module) -> tuple[int, ...]:

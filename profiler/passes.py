@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from .torch_private import storage_key, tensor_version
 from .user_model import (
     ModelInput,
     at_user_line,
+    failing_as,
     first_line,
     flat,
     is_out_of_memory,
@@ -349,18 +350,18 @@ def backward(tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None
         torch.autograd.backward(tensors, starts)
 
 
-@contextmanager
-def backward_failures() -> Iterator[None]:
+def backward_failures() -> AbstractContextManager[None]:
     """Has what fails inside raise as `backward` says."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, PplanError):
-            raise
-        raise compiler_failure(error) or ModelError(
-            f"the model's backward failed: {first_line(error)}{at_user_line(error)}",
-            "Check that output.backward() runs on the model itself.",
-        ) from error
+    return failing_as(
+        lambda error: (
+            compiler_failure(error)
+            or ModelError(
+                f"the model's backward failed: {first_line(error)}{at_user_line(error)}",
+                "Check that output.backward() runs on the model itself.",
+            )
+        ),
+        through=PplanError,
+    )
 
 
 def warm_until_stable(one_pass: Callable[[], float], clock: Clock, seconds: float) -> None:

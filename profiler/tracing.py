@@ -45,6 +45,7 @@ from .user_model import (
     at_user_line,
     copy_model,
     copy_to_meta,
+    failing_as,
     first_line,
     fixed_seed,
     is_out_of_memory,
@@ -472,13 +473,14 @@ def _record(
 
         own.get_submodule(path).register_forward_hook(note, with_kwargs=True)
     device = next((tensor.device for tensor in own.parameters()), example.tensors[0].device)
-    try:
-        with torch.no_grad(), fixed_seed(0):
-            example.to(device).clone().call(own)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(f"{name} cannot be cut by {IN_A_ROW}: {first_line(error)}", _HINT) from error
+    with (
+        failing_as(
+            lambda error: ModelError(f"{name} cannot be cut by {IN_A_ROW}: {first_line(error)}", _HINT)
+        ),
+        torch.no_grad(),
+        fixed_seed(0),
+    ):
+        example.to(device).clone().call(own)
     used = [path for path in early if path and not is_inside(path, row)]
     unused: list[str] = []
     for path, module in own.named_modules():

@@ -31,8 +31,10 @@ from .user_model import (
     at_user_line,
     copy_model,
     copy_to_meta,
+    failing_as,
     first_line,
     fixed_seed,
+    ignoring_failures,
     is_out_of_memory,
     short_filename,
 )
@@ -331,12 +333,9 @@ class Trial:
     @cached_property
     def flops(self) -> dict[fx.Node, int]:
         """Of each node; empty where the run does not bear counting."""
-        try:
+        with ignoring_failures():
             return self._run(self._example.clone(), count_flops=True).flops
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return {}
+        return {}
 
     def module(self, path: str) -> nn.Module:
         """A module of the model, or one that the graph calls."""
@@ -416,14 +415,10 @@ def _statistics(model: nn.Module) -> frozenset[str]:
 def runs_on_meta(model: nn.Module, example: ModelInput, name: str) -> bool:
     """Whether the model, as it is, takes this input."""
     copy, some = _on_meta(model, example, name)
-    try:
-        with trial_run(some):
-            some.call(copy)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return False
-    return True
+    with ignoring_failures(), trial_run(some):
+        some.call(copy)
+        return True
+    return False
 
 
 def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
@@ -459,18 +454,17 @@ def _refuse_batch_elsewhere(model: nn.Module, example: ModelInput, name: str) ->
     others = [tensor for tensor in example.tensors if tensor.dim() and len(tensor) != example.batch]
     if not others:
         return
-    try:
-        with trial_run(example):
-            example.repeated(example.batch + 1).clone().call(model)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
+
+    def fails(error: Exception) -> ModelError:
         shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in others)
-        raise ModelError(
+        return ModelError(
             f"{name} runs with {example.batch} samples and fails with {example.batch + 1}, while its inputs "
             f"of shape {shapes}, whose dimension 0 is not the batch, stay as they are: {first_line(error)}",
             "Wrap it in a module that takes every input with the samples in dimension 0, and arranges them.",
-        ) from error
+        )
+
+    with failing_as(fails), trial_run(example):
+        example.repeated(example.batch + 1).clone().call(model)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+@contextlib.contextmanager
+def failing_as(
+    describe: Callable[[Exception], Exception], through: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise the error that `describe` makes of what fails inside.
+
+    What allocators raise, and errors of the types in `through`, are raised as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, through):
+            raise
+        raise describe(error) from error
+
+
+@contextlib.contextmanager
+def ignoring_failures() -> Iterator[None]:
+    """Go on behind this where the model fails inside; what allocators raise is raised."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+
+
 def refusal(error: BaseException) -> str:
     """What the allocator said first: which memory ran out, and what it was asked for."""
     return str(error).split("\n", 1)[0].split(" GPU ", 1)[0][:300] or type(error).__name__
@@ -595,7 +621,14 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
             f"{name} was made by torch.jit as a whole: it is one layer, and no cut is left to be planned",
             "Give the module as it was before torch.jit.script or torch.jit.trace.",
         )
-    try:
+
+    def refused(error: Exception) -> ModelError:
+        return ModelError(
+            f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
+            "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
+        )
+
+    with failing_as(refused):
         memo |= {id(part): _copy_of_scripted(part, device) for part in scripted_parts(model).values()}
         memo |= {id(tensor): tensor.detach().clone() for tensor in _results_kept(model)}
         copied = copy.deepcopy(model, memo)
@@ -604,13 +637,6 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
                 owner, _, field = path.rpartition(".")
                 delattr(copied.get_submodule(owner), field)
         return copied if device is None else copied.to(device)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
-            "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
-        ) from error
 
 
 def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:

@@ -161,9 +161,10 @@ def test_what_the_allocator_reserves_is_held_against_the_ledger(
     sweep = WholeSweep(subject, [1], 1e6, 1)
     sweep.measure()
     (result,) = sweep.results
-    assert result.peak_bytes
+    assert result.counted.peak_bytes
     reserved = round(1000 * share)
-    results = [dataclasses.replace(result, peak_bytes=1000, reserved_bytes=reserved)]
+    counted = dataclasses.replace(result.counted, peak_bytes=1000)
+    results = [dataclasses.replace(result, counted=counted, reserved_bytes=reserved)]
     profile = build_profile(subject, results, (), ())
     assert profile.whole[0].reserved_bytes == reserved
     notes = [note for note in profile.notes if "caching allocator" in note]

@@ -164,10 +164,10 @@ def test_the_bytes_are_those_of_the_whole(build: Any, loss: str) -> None:
         assert ours.costs[0].forward_seconds > 0
     assert (found.loss is None) == (loss == "none")
     if found.loss is not None and expected.loss is not None:
-        ours, theirs = found.loss.costs[0], expected.loss.costs[0]
-        assert (ours.saved_bytes, ours.output_bytes) == (theirs.saved_bytes, theirs.output_bytes)
+        last, whole = found.loss.costs[0], expected.loss.costs[0]
+        assert (last.saved_bytes, last.output_bytes) == (whole.saved_bytes, whole.output_bytes)
         # The whole holds its input, which frozen layers do not save.
-        assert 0 <= theirs.workspace_bytes - ours.workspace_bytes <= (build is frozen) * 3 * WIDTH * 4
+        assert 0 <= whole.workspace_bytes - last.workspace_bytes <= (build is frozen) * 3 * WIDTH * 4
 
 
 def test_recurrent_weights_are_put_together_once_they_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
