@@ -171,7 +171,7 @@ def _frame_line(place: Any) -> str:
 # graph.py finds sizes and devices again.
 #
 # The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)`, the dropout of
-# `scaled_dot_product_attention`, an nn.LSTM's; mode_variants.py traces the other mode. So are dtypes:
+# `scaled_dot_product_attention`, an nn.LSTM's; layers.py traces the other mode. So are dtypes:
 # convert the model first.
 
 

@@ -384,7 +384,7 @@ class GraphRun:
     """What a run found at each node. Storages are identified by numbers."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """As `size_recovery.describe_tensors` returns them."""
+    """As `describe_tensors` returns them."""
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Of nodes whose value is, in every mode, the very tensor of another: the first that had it."""
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)

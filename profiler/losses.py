@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cost_models.errors import ModelError, UsageError
-from .user_model import at_user_line, failing_as, first_line, flat, normal_like, whole_numbers
+from .user_model import at_user_line, failing_as, first_line, flat, import_named, normal_like, whole_numbers
 
 LOSSES = ("cross-entropy", "mse", "none")
 _TARGETS_SEED = 1
@@ -170,20 +167,7 @@ def _checked(loss: Any, name: str) -> Tensor:
 def import_function(field: str, name: str, role: str) -> Callable[..., Any]:
     """The function `package.module:function` that `field` names; `role`: what it must be, in words. The
     working directory is put on the import path. Raises ModelError."""
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        target: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"{field} {name!r} could not be imported: {first_line(error)}{at_user_line(error)}",
-            f"Name it as package.module:function; looked in {here} and the installed packages.",
-        ) from error
+    target = import_named(f"{field} {name!r}", name)
     if not callable(target) or isinstance(target, type):
         raise ModelError(
             f"{field} {name!r} is no function, but of type {type(target).__name__}",

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +28,7 @@ from .user_model import (
     failing_as,
     first_line,
     fixed_seed,
+    import_named,
     noise,
 )
 
@@ -48,8 +45,7 @@ def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any
     The working directory is put on the import path, as `python -m` does. Raises ModelError, and UsageError
     where the factory does not take a keyword, or an nn.Module is given any.
     """
-    module_name, _, attribute = name.partition(":")
-    target = _attribute(_imported(module_name, name), attribute, name)
+    target = import_named(f"model {name!r}", name)
     if not isinstance(target, nn.Module):
         return _called(target, name, settings or {})
     if settings:
@@ -57,51 +53,6 @@ def call_factory(name: str, settings: Mapping[str, object] | None = None) -> Any
             f"settings={dict(settings)!r}: {name} is a module already built, which takes no options",
             f"Omit `settings`, or name a factory: a function that builds the {type(target).__name__}.",
         )
-    return target
-
-
-def _look_here() -> str:
-    """Puts the working directory on the import path, and returns it."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    return here
-
-
-def _imported(module_name: str, name: str) -> ModuleType:
-    here = _look_here()
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ModelError(
-                f"model {name!r}: there is no module {error.name!r}",
-                f"Run pplan where {module_name.split('.')[0]} can be imported from; looked in {here} "
-                "and the installed packages.",
-            ) from None
-        raise _import_failure(module_name, error) from error
-    except (Exception, SystemExit) as error:
-        raise _import_failure(module_name, error) from error
-
-
-def _import_failure(module_name: str, error: BaseException) -> ModelError:
-    return ModelError(
-        f"importing {module_name} failed: {first_line(error)}{at_user_line(error)}",
-        f'Mend it; python -c "import {module_name}" shows the same.',
-    )
-
-
-def _attribute(module: ModuleType, attribute: str, name: str) -> Any:
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), n=3)
-            raise ModelError(
-                f"model {name!r}: {module.__name__} has no {attribute!r}",
-                f"Nearest: {', '.join(near)}." if near else f"Define {attribute} in {module.__file__}.",
-            )
-        target = getattr(target, part)
     return target
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
+import importlib
 import io
 import json
 import random
@@ -265,6 +267,52 @@ def tensors_in(value: Any) -> list[Tensor]:
     leaves = value if type(value) is tuple else tree_leaves(value)
     flat = leaves if all(isinstance(leaf, Tensor) for leaf in leaves) else tree_leaves(value)
     return list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
+
+
+# `package.module:function`, of the user's: the module is imported, and what goes wrong is told.
+
+
+def import_named(what: str, name: str) -> Any:
+    """Import the object `package.module:attribute` that the user names.
+
+    The working directory is put on the import path, as `python -m` does.
+
+    Args:
+        what: Words for the object in errors, as "model 'package.module:factory'".
+        name: The module and, behind the colon, the attribute.
+
+    Raises:
+        ModelError: There is no such module or attribute, or importing the module failed.
+    """
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        target: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ModelError(
+                f"{what}: there is no module {missing!r}",
+                f"Run pplan where {module_name.split('.')[0]} can be imported from; looked in {here} "
+                "and the installed packages.",
+            ) from None
+        raise ModelError(
+            f"importing {module_name} failed: {first_line(error)}{at_user_line(error)}",
+            f'Mend it; python -c "import {module_name}" shows the same.',
+        ) from error
+    file = getattr(target, "__file__", None)
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=3)
+            raise ModelError(
+                f"{what}: {module_name} has no {attribute!r}",
+                f"Nearest: {', '.join(near)}." if near else f"Define {attribute} in {file}.",
+            )
+        target = getattr(target, part)
+    return target
 
 
 # Random numbers that are the same at every run, and leave the caller's as they were.

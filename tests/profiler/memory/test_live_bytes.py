@@ -23,43 +23,6 @@ from pplan.profiler.memory import (
 DEVICES = ["cpu", "meta"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_linear_layer_byte_for_byte(device: str) -> None:
-    layer = nn.Linear(4, 8, device=device)
-    given = torch.ones(2, 4, device=device)
-    with LiveBytes(device, [*layer.parameters(), given]) as live:
-        assert live.allocated() == 128 + 32 + 32
-        output = layer(given)
-        assert live.allocated() == 192 + 64
-        total = output.sum()
-        assert live.allocated() == 256 + 4
-        torch.autograd.backward([total])
-        # The gradients of weight and bias; the 4 of the gradient that it starts from are gone.
-        assert live.allocated() == 260 + 128 + 32
-        assert live.peak() == 420 + 4
-        del output
-        assert live.allocated() == 420 - 64
-        live.reset_peak()
-        assert live.peak() == 356
-        layer(given)
-        assert (live.allocated(), live.peak()) == (356, 356 + 64)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_chain_of_two_sees_gradients_between(device: str) -> None:
-    chain = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)).to(device)
-    given = torch.ones(2, 4, device=device)
-    start = torch.ones(2, 2, device=device)
-    with LiveBytes(device, [*chain.parameters(), given, start]) as live:
-        output = chain(given)
-        assert live.allocated() == 192 + 32 + 16 + 64 + 16
-        torch.autograd.backward([output], [start])
-        assert live.allocated() == 192 + 32 + 16 + 16 + 192
-        # While the first layer's weight gradient is made: the gradient at its output, and both weights'; what
-        # the second saved is gone.
-        assert live.peak() == 192 + 32 + 16 + 16 + 64 + 192
-
-
 def test_a_storage_counts_once_until_the_last_view_is_gone() -> None:
     with LiveBytes("cpu") as live:
         whole = torch.zeros(10, 10)
