@@ -22,7 +22,7 @@ import typer
 
 from ..cost_models.errors import FileError
 
-NOT_FROM_A_FILE = {"input_like", "loss", "model", "output", "force", "script", "csv", "trace", "svg", "json"}
+NOT_FROM_A_FILE = {"input_like", "loss", "model", "output", "force", "script", "csv", "trace", "plot", "json"}
 """Names of options and, of --json, what no file may ask for."""
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..api.stage_costs import CostOptions
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.figures import FigureOptions
 from ..cost_models.machines import DeviceOptions
 from ..planner.plan_options import Overrides
 from .field_names import FIELDS, typed_text
 from .output import AsJson, ProfileFile, choose_input
 from .streams import console, result
+
+if TYPE_CHECKING:
+    from ..planner.plan_simulation import Simulation
 
 PlanFile = Annotated[
     Path | None,
@@ -27,7 +32,18 @@ TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON), which Perfetto opens."),
 ]
-SvgFile = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the timeline as SVG.")]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the timeline: FILE ends in .pdf, .png or .svg."),
+]
+PlotSchedules = Annotated[
+    str | None,
+    typer.Option(
+        "--plot-schedules",
+        metavar="NAME[,NAME...]",
+        help="Schedules that --plot draws below it, on the same time axis.",
+    ),
+]
 List = Annotated[
     bool,
     typer.Option("--list", help="List the schedules, or show that of --schedule, without plan or costs."),
@@ -38,7 +54,7 @@ AsText = Annotated[
         "--text", help="With --list --schedule NAME: its actions as text, to start your own FILE from."
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing FILE of --trace or --svg.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing FILE of --trace or --plot.")]
 Actions = Annotated[
     bool,
     typer.Option(
@@ -55,7 +71,9 @@ def simulate_command(
     profile_file: ProfileFile = None,
     machine: DeviceOptions,
     trace: TraceFile = None,
-    svg: SvgFile = None,
+    plot: PlotFile = None,
+    plot_schedules: PlotSchedules = None,
+    figure: FigureOptions,
     force: Force = False,
     as_json: AsJson = False,
     actions: Actions = False,
@@ -72,9 +90,14 @@ def simulate_command(
             {
                 "PLAN": plan_file,
                 "--trace": trace,
-                "--svg": svg,
+                "--plot": plot,
+                "--plot-schedules": plot_schedules,
                 "--actions": actions or None,
-                **{FIELDS[name]: typed_text(name) for name in vars(costs) | vars(machine) if name in FIELDS},
+                **{
+                    FIELDS[name]: typed_text(name)
+                    for name in vars(costs) | vars(machine) | vars(figure)
+                    if name in FIELDS
+                },
                 **{FIELDS[name]: typed_text(name) for name in ("replicas", "transfers")},
             },
             "The schedules are shown without a plan and costs: omit it.",
@@ -85,7 +108,12 @@ def simulate_command(
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")
-    pictures = Pictures(trace, svg, force)
+    pictures = Pictures(trace, plot, force, figure)
+    schedules = [] if plot_schedules is None else plot_schedules.split(",")
+    if plot is None and (schedules or figure != FigureOptions()):
+        raise UsageError(
+            "simulate: options of a figure without --plot", "Name the file: pplan simulate --plot step.pdf"
+        )
     if costs != CostOptions():
         names = [name for name in ("replicas", *vars(machine)) if name in FIELDS]
         _refuse_with(
@@ -100,15 +128,21 @@ def simulate_command(
         pictures.check()
         from ..api.simulate import read_stage_costs, simulate_stages
 
-        simulation = simulate_stages(read_stage_costs(costs), overrides)
+        def simulated(numbers: Overrides) -> Simulation:
+            return simulate_stages(read_stage_costs(costs), numbers)
+
     else:
         from ..api.load import read_plan
         from ..api.simulate import simulate_files
 
         files = read_plan(_plan_file(plan_file), profile_file)
         pictures.check(files.plan_file, files.profile_file, machine.topology)
-        simulation = simulate_files(files, overrides, machine)
-    show(simulation, pictures, as_json=as_json, actions=actions)
+
+        def simulated(numbers: Overrides) -> Simulation:
+            return simulate_files(files, numbers, machine)
+
+    others = [simulated(replace(overrides, schedule=name)) for name in schedules]
+    show(simulated(overrides), pictures, others, as_json=as_json, actions=actions)
 
 
 def _plan_file(path: Path | None) -> Path:

@@ -13,8 +13,9 @@ from rich.console import Console
 from ..api.provenance import made_by
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.figures import Drawing, FigureOptions, draw_timelines, figure_format
 from ..cost_models.quantities import format_bytes, format_seconds, ranges
-from ..cost_models.text_files import SVG, write_whole
+from ..cost_models.text_files import PDF, PNG, SVG, write_whole
 from ..cost_models.timeline import StageTime
 from ..planner.plan_file import TIE
 from ..planner.plan_simulation import Simulation, describe_simulation
@@ -102,31 +103,51 @@ def _drop_rounding(seconds: float, step: float) -> str:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The files to be written; `replace`: existing ones may go."""
+    """Files to write. `replace`: existing ones may go. `figure`: the look of that of `plot`."""
 
     trace: Path | None
-    svg: Path | None
+    plot: Path | None
     replace: bool
+    figure: FigureOptions
 
     @property
     def _files(self) -> list[tuple[str, Path]]:
-        files = (("--trace", self.trace), ("--svg", self.svg))
+        files = (("--trace", self.trace), ("--plot", self.plot))
         return [(option, path) for option, path in files if path is not None]
 
     def check(self, *sources: Path | None) -> None:
         """Raises where a file could not be written, or would overwrite a source, before the work is done."""
-        if self.trace is not None and self.trace == self.svg:
-            raise UsageError(f"--trace and --svg {self.svg}: the same file", "Name two files.")
+        if self.trace is not None and self.trace == self.plot:
+            raise UsageError(f"--trace and --plot {self.plot}: the same file", "Name two files.")
+        kinds = {"pdf": PDF, "png": PNG, "svg": SVG}
         for option, path in self._files:
+            kind = "trace" if option == "--trace" else kinds[figure_format(option, path)]
             with _advising(option):
-                Target(path, self.replace, kind="trace" if option == "--trace" else SVG).check(*sources)
+                Target(path, self.replace, kind=kind).check(*sources)
 
-    def write(self, simulation: Simulation) -> Iterator[Path]:
-        """Writes them, one after another. Raises FileError."""
+    def write(self, simulation: Simulation, others: Sequence[Simulation]) -> Iterator[Path]:
+        """Write them, one after another. `others`: drawn below the simulation.
+
+        Raises:
+            FileError: A file cannot be written.
+            MachineError: matplotlib is not installed.
+        """
         for option, path in self._files:
             with _advising(option):
-                write_whole(path, _draw(option, simulation), force=self.replace)
+                if option == "--trace":
+                    from ..api.trace import trace_json
+
+                    write_whole(path, trace_json(simulation), force=self.replace)
+                else:
+                    drawing = self._draw(simulation, others)
+                    write_whole(path, drawing.to_bytes(figure_format(option, path)), force=self.replace)
             yield path
+
+    def _draw(self, simulation: Simulation, others: Sequence[Simulation]) -> Drawing:
+        if not others:
+            return draw_timelines(simulation.title, {"": simulation.timeline}, self.figure)
+        timelines = {one.schedule.name: one.timeline for one in (simulation, *others)}
+        return draw_timelines("Schedules side by side", timelines, self.figure)
 
 
 @contextmanager
@@ -138,25 +159,24 @@ def _advising(option: str) -> Iterator[None]:
         raise FileError(error.what, error.hint.replace("-o", option)) from error
 
 
-def _draw(option: str, simulation: Simulation) -> str:
-    if option == "--trace":
-        from ..api.trace import trace_json
+def show(
+    simulation: Simulation,
+    pictures: Pictures,
+    others: Sequence[Simulation],
+    *,
+    as_json: bool,
+    actions: bool,
+) -> None:
+    """Write the files and print what was found, also where a file could not be written.
 
-        return trace_json(simulation)
-    from ..api.timeline_svg import timeline_svg
-
-    return timeline_svg(simulation)
-
-
-def show(simulation: Simulation, pictures: Pictures, *, as_json: bool, actions: bool) -> None:
-    """Writes the files and prints what was found, also where a file could not be written.
+    `others` are drawn below the simulation.
 
     Raises UsageError, before anything is written, where an asynchronous schedule has no steady state.
     """
     _ = simulation.steady
     written: list[Path] = []
     try:
-        written.extend(pictures.write(simulation))
+        written.extend(pictures.write(simulation, others))
     finally:
         try:
             _print(simulation, as_json=as_json, actions=actions)

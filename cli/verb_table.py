@@ -107,14 +107,14 @@ VERBS = {
         "Simulate a step of a plan, or of given costs, under a schedule.",
         (
             "pplan simulate --schedule zb-h1 --micro-batches 32",
-            "pplan simulate --trace step.json --svg step.svg",
+            "pplan simulate --trace step.json --plot step.pdf --plot-schedules gpipe,zb-h1",
             "pplan simulate --schedule 1f1b --stages 8 --micro-batches 32 --forward-ms 18.5 --backward-ms 37",
             "pplan simulate --list",
         ),
         LOOK,
         common_options=(
             "--schedule --stages --micro-batches --virtual-stages --replicas --forward-ms --backward-ms "
-            "--weight-ms --transfer-ms --profile --gpu --memory --topology --trace --svg --list --text "
+            "--weight-ms --transfer-ms --profile --gpu --memory --topology --trace --plot --list --text "
             "--actions"
         ),
     ),

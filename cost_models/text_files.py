@@ -139,6 +139,7 @@ KINDS = {
 _OTHER_KINDS = {"check": "cases", "calibration": "corrections", "sweep": "rows", "trace": "traceEvents"}
 """The same for kinds of files that no command mistakes for another."""
 COSTS, SVG, JSON, TEXT = "table or graph of costs", "SVG drawing", "JSON file", "text"
+PDF, PNG = "PDF", "PNG image"
 REPORT = "report page"
 _HTML, _OF_PPLAN = "<!DOCTYPE html>", '<meta name="generator" content="pplan">'
 
@@ -175,15 +176,24 @@ def check_same_kind(path: Path, kind: str) -> None:
         content = path.read_bytes()
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror}", "Name another file.") from error
-    try:
-        old_kind = file_kind(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        old_kind = "binary file"
+    old_kind = _content_kind(content)
     if content.strip() and old_kind != kind:
         raise FileError(
             f"{path}: is a {old_kind}, and a {kind} is written only over a {kind}",
             "Name another file, or delete that one first.",
         )
+
+
+def _content_kind(content: bytes) -> str:
+    """Kind of a file's bytes, in words."""
+    if content.startswith(b"%PDF"):
+        return PDF
+    if content.startswith(b"\x89PNG"):
+        return PNG
+    try:
+        return file_kind(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return "binary file"
 
 
 def _other_json(text: str) -> str:
@@ -263,21 +273,22 @@ def check_destination(path: Path, *, force: bool) -> None:
         raise FileError(f"{path} exists already", "Give `force` to replace it, or another name.")
 
 
-def write_whole(path: Path, text: str, *, force: bool) -> None:
-    """Writes `text` to a temporary file beside `path` and renames it: the file is whole or untouched.
+def write_whole(path: Path, content: str | bytes, *, force: bool) -> None:
+    """Write a text (in UTF-8) or bytes to a temporary file next to `path` and rename it.
 
     A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
     given, or where the disk refuses.
     """
     check_destination(path, force=force)
-    check_same_kind(path, file_kind(text))
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    check_same_kind(path, _content_kind(data))
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path
         remove_leftovers(target)
         with _open_temporary(target) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
             if fcntl is None:
@@ -294,16 +305,14 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _open_temporary(target: Path) -> IO[str]:
+def _open_temporary(target: Path) -> IO[bytes]:
     """A new file beside the target, locked while it is open, so that nobody takes it for a leftover.
 
     The file itself is locked: filelock would leave a second one beside each of the user's files.
     """
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
-            "w",
-            encoding="utf-8",
-            errors="backslashreplace",
+            "wb",
             dir=target.parent,
             prefix=f".{target.name}.",
             suffix=_NEW,

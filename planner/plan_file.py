@@ -60,7 +60,7 @@ from .plan_degrees import Degrees, StageDegrees, TransformerTraining
 from .plan_options import PlanOptions
 
 if TYPE_CHECKING:
-    from ..cost_models.drawing import Drawing
+    from ..cost_models.figures import Drawing
 
 
 TIE = 1e-9
@@ -677,9 +677,20 @@ class Plan(PlanShape, Document):
         ]
         return html_table(repr(self)[1:-1], _HEADINGS, rows)
 
-    def plot(self) -> Drawing:
-        """Return a drawing of the seconds of every stage, and of the memory of a device against its limit."""
-        from ..cost_models.drawing import CostRow, draw_costs  # most commands draw nothing
+    def plot(self, **style: Any) -> Drawing:
+        """Draw the seconds of every stage, and the memory of one of its devices against the limit.
+
+        Args:
+            style: Fields of `FigureOptions`: `title`, `size`, `font`, `font_size`, `greyscale`.
+
+        Returns:
+            The figure. A notebook shows it; `save("plan.pdf")` writes it as PDF, PNG or SVG.
+
+        Raises:
+            MachineError: matplotlib is not installed.
+            UsageError: An option is wrong.
+        """
+        from ..cost_models.figures import CostRow, draw_costs, figure_options  # most commands draw nothing
 
         rows = [
             CostRow(
@@ -691,7 +702,8 @@ class Plan(PlanShape, Document):
             )
             for number, stage in enumerate(self.stages)
         ]
-        return draw_costs(repr(self)[1:-1], "Seconds of a micro-batch", "Memory of one device", rows)
+        headings = ("Time per micro-batch: forward + backward", "Memory of one device")
+        return draw_costs(repr(self)[1:-1], *headings, rows, figure_options(style))
 
     @property
     def is_fixed_partition(self) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
     from .api.schedule_comparison import compare_schedules, schedules
-    from .api.simulate import simulate, simulate_costs
+    from .api.simulate import plot_timelines, simulate, simulate_costs
     from .api.solve import frontier, solve
     from .api.sweep import sweep
     from .cost_models.schedule_text import register_schedule
@@ -48,8 +48,8 @@ __all__ = [
     "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
     "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
     "data_parallel", "explain", "export", "frontier", "import_plan", "import_profile", "lint", "lint_layout",
-    "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
-    "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology",
+    "load_model", "load_plan", "load_profile", "plot_timelines", "profile", "register_schedule", "replan",
+    "report", "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology",
 ]
 # fmt: on
 
@@ -65,7 +65,7 @@ _ROOMS = {
     "api.profiles": "import_profile load_model profile sequential",
     "api.html_report": "report",
     "api.schedule_comparison": "compare_schedules schedules",
-    "api.simulate": "simulate simulate_costs",
+    "api.simulate": "plot_timelines simulate simulate_costs",
     "api.solve": "frontier solve",
     "api.sweep": "sweep",
     "cost_models.schedule_text": "register_schedule",

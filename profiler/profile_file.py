@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -34,7 +34,7 @@ from ..cost_models.topology_file import UNNAMED, ProfiledDevice, gpus_as_profile
 from .gpu_state import GpuRecord
 
 if TYPE_CHECKING:
-    from ..cost_models.drawing import CostRow, Drawing
+    from ..cost_models.figures import CostRow, Drawing
 
 # The records in a profile's file: layers and their costs, the whole model, the loss, shared tensors.
 
@@ -383,15 +383,26 @@ class Profile(Document):
         rows = [row.cells for row in self._cost_rows()[:MOST_SHOWN]]
         return html_table(repr(self)[1:-1], ("layer", "forward", "backward", "parameters"), rows)
 
-    def plot(self) -> Drawing:
-        """The seconds of every layer at the largest micro-batch size, and its parameters, as a drawing."""
-        from ..cost_models.drawing import draw_costs  # most commands draw nothing
+    def plot(self, **style: Any) -> Drawing:
+        """Draw the seconds of every layer at the largest micro-batch size, and its parameters.
 
-        times = f"Seconds at micro-batch size {self.micro_batch_sizes[-1]}"
-        return draw_costs(repr(self)[1:-1], times, "Parameters", self._cost_rows())
+        Args:
+            style: Fields of `FigureOptions`: `title`, `size`, `font`, `font_size`, `greyscale`.
+
+        Returns:
+            The figure. A notebook shows it; `save("layers.pdf")` writes it as PDF, PNG or SVG.
+
+        Raises:
+            MachineError: matplotlib is not installed.
+            UsageError: An option is wrong.
+        """
+        from ..cost_models.figures import draw_costs, figure_options  # most commands draw nothing
+
+        times = f"Time at micro-batch size {self.micro_batch_sizes[-1]}: forward + backward"
+        return draw_costs(repr(self)[1:-1], times, "Parameters", self._cost_rows(), figure_options(style))
 
     def _cost_rows(self) -> list[CostRow]:
-        from ..cost_models.drawing import CostRow
+        from ..cost_models.figures import CostRow
 
         return [
             CostRow(layer.name, cost.forward_seconds, cost.backward_seconds, layer.parameter_bytes)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ..cost_models.arguments import arguments_class, list_declarations, takes
-from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
+from ..cost_models.figures import Drawing
 from ..cost_models.machines import DeviceOptions
 from ..cost_models.program import Schedule
 from ..cost_models.quantities import compare_steps, format_bytes, format_seconds, html_table, percent
@@ -18,7 +18,14 @@ from ..cost_models.schedules import SCHEDULES
 from ..planner.plan_file import TIE, Plan
 from ..planner.plan_options import Overrides
 from ..profiler.profile_file import Profile
-from .simulate import SimulateArguments, SimulateCostsArguments, SimulatedStep, simulate, simulate_costs
+from .simulate import (
+    SimulateArguments,
+    SimulateCostsArguments,
+    SimulatedStep,
+    plot_timelines,
+    simulate,
+    simulate_costs,
+)
 from .stage_costs import CostOptions
 
 Update: TypeAlias = Literal["", "asynchronous", "no barrier"]
@@ -116,19 +123,21 @@ class ScheduleComparison:
             _memory_words(row),
         ]
 
-    def plot(self) -> Drawing:
-        """Draw the steps as bars: mean computing time of the devices, idle time, and what a barrier adds."""
-        bars = []
-        for row in self.rows:
-            if row.seconds is not None and row.steady_seconds is not None:
-                idle = (row.steady_bubble or 0.0) * row.steady_seconds
-                parts = [("computing", row.steady_seconds - idle), ("idle", idle)]
-                words = f"{format_seconds(row.steady_seconds)}, bubble {percent(row.steady_bubble or 0.0)}"
-                if row.update:
-                    parts.append(("only by itself", row.seconds - row.steady_seconds))
-                    words = f"{words}, {row.update}; by itself {format_seconds(row.seconds)}"
-                bars.append(Bar(row.schedule, tuple(parts), words))
-        return draw_bars("Schedules side by side", [Panel("Seconds of a step", bars)])
+    def plot(self, **style: Any) -> Drawing:
+        """Draw the timelines of all schedules that can run, the fastest first, on one time axis.
+
+        Args:
+            style: Fields of `FigureOptions`: `title`, `size`, `font`, `font_size`, `greyscale`, `colour_by`.
+
+        Returns:
+            The figure. A notebook shows it; `save("schedules.pdf")` writes it as PDF, PNG or SVG.
+
+        Raises:
+            MachineError: matplotlib is not installed.
+            UsageError: An option is wrong.
+        """
+        steps = {row.schedule: self.steps[row.schedule] for row in self.rows if row.seconds is not None}
+        return plot_timelines(steps, **{"title": "Schedules side by side", **style})
 
     def to_records(self) -> list[dict[str, Any]]:
         """The rows, for a table of another library: `pandas.DataFrame(comparison.to_records())`."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ..cost_models.arguments import Converted, arguments_class, list_declarations, options_from, takes
 from ..cost_models.document import Document, MadeBy, Record
-from ..cost_models.drawing import Drawing
 from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.figures import Drawing, draw_timelines, figure_options
 from ..cost_models.machines import DeviceOptions
 from ..cost_models.program import Program
-from ..cost_models.quantities import format_seconds
+from ..cost_models.quantities import format_seconds, html_table
 from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
@@ -33,7 +33,6 @@ from ..profiler.profile_file import Profile, profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
 from .stage_costs import CostOptions, StageCosts, check_size, check_steady_size
-from .timeline_svg import timeline_svg
 from .trace import trace_json
 
 T = TypeVar("T")
@@ -45,13 +44,20 @@ class SimulatedStep(Timeline):
 
     simulation: Simulation
 
-    def to_svg(self) -> str:
-        """The timeline as an SVG drawing."""
-        return timeline_svg(self.simulation)
+    def plot(self, **style: Any) -> Drawing:
+        """Draw the timeline with matplotlib.
 
-    def plot(self) -> Drawing:
-        """The timeline as a drawing, which a notebook shows."""
-        return Drawing(self.simulation.title, self.to_svg())
+        Args:
+            style: Fields of `FigureOptions`: `title`, `size`, `font`, `font_size`, `greyscale`, `colour_by`.
+
+        Returns:
+            The figure. A notebook shows it; `save("step.pdf")` writes it as PDF, PNG or SVG.
+
+        Raises:
+            MachineError: matplotlib is not installed.
+            UsageError: An option is wrong.
+        """
+        return plot_timelines({"": self}, **{"title": self.simulation.title, **style})
 
     def to_trace(self) -> str:
         """The step as a Chrome trace (JSON), which https://ui.perfetto.dev opens."""
@@ -73,8 +79,39 @@ class SimulatedStep(Timeline):
         return pandas.DataFrame.from_records(self.to_records())
 
     def _repr_html_(self) -> str:
-        """Of a notebook."""
-        return self.to_svg()
+        """Show in a notebook where the time of each stage goes."""
+        rows = [
+            [str(stage), *map(format_seconds, times), f"{peak:g}"]
+            for stage, (times, peak) in enumerate(zip(self.stage_times, self.peak_in_flight, strict=True))
+        ]
+        causes = ("compute", "transfers", "warm-up, cool-down", "imbalance", "update")
+        return html_table(repr(self)[1:-1], ("stage", *causes, "in flight"), rows)
+
+
+def plot_timelines(timelines: Mapping[str, Timeline], **style: Any) -> Drawing:
+    """Draw timelines below each other on one time axis.
+
+    Args:
+        timelines: Simulated steps by their names.
+        style: Fields of `FigureOptions`: `title`, `size`, `font`, `font_size`, `greyscale`, `colour_by`.
+
+    Returns:
+        The figure. A notebook shows it; `save("steps.pdf")` writes it as PDF, PNG or SVG.
+
+    Raises:
+        MachineError: matplotlib is not installed.
+        UsageError: An option is wrong, or there is no timeline.
+
+    >>> import pplan
+    >>> costs = dict(stages=4, micro_batches=8, forward_ms=10, backward_ms=10, weight_ms=10)
+    >>> steps = {name: pplan.simulate_costs(schedule=name, **costs) for name in ("1f1b", "zb-h1")}
+    >>> pplan.plot_timelines(steps, title="Zero bubble", greyscale=True)
+    <Drawing: Zero bubble>
+    """
+    options = figure_options(style)
+    if not timelines:
+        raise UsageError("timelines={}: none", 'For example: {"1f1b": pplan.simulate(plan, profile)}.')
+    return draw_timelines(options.title or "Timelines", timelines, options)
 
 
 def as_step(simulation: Simulation) -> SimulatedStep:
@@ -112,7 +149,7 @@ def simulate(
     be named where they cannot; other `stages` than the plan's are on one device each.
 
     Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`, and
-    `to_svg()`, `to_trace()`, `to_records()`, `to_dataframe()`.
+    `plot()`, `to_trace()`, `to_records()`, `to_dataframe()`.
 
     >>> import pplan
     >>> pplan.simulate("gpt.plan.json", "gpt.profile.json", schedule="gpipe")

@@ -12,7 +12,6 @@ import html5lib
 import pytest
 
 import pplan
-from pplan.cost_models.drawing import Drawing
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.quantities import format_seconds
 from pplan.planner.plan_file import Plan
@@ -53,8 +52,8 @@ def test_a_timeline_is_a_drawing_a_trace_and_records(
 ) -> None:
     made = pplan.import_plan("6,6", profile, mini_batch=16, memory_bytes=2**34)
     step = pplan.simulate(made, profile)
-    assert step.to_svg() == step._repr_html_()
-    assert step.to_svg().startswith("<svg ")
+    assert [row[0] for row in rows(step._repr_html_())] == ["0", "1"]
+    assert rows(step._repr_html_())[0][1] == format_seconds(step.stage_times[0].compute)
     trace = json.loads(step.to_trace())["traceEvents"]
     computing = [event for event in trace if event["ph"] == "X" and event["pid"] == 1]
     assert len(computing) == len(step.spans) == len(step.to_records())
@@ -71,11 +70,16 @@ def test_a_timeline_is_a_drawing_a_trace_and_records(
         step.to_dataframe()
 
 
-def test_a_drawing_replaces_no_file_unasked(tmp_path: Path) -> None:
+def test_a_drawing_replaces_no_file_unasked(tmp_path: Path, plan: Plan) -> None:
     file = tmp_path / "own.svg"
     file.write_text("<svg>mine</svg>")
     with pytest.raises(FileError, match=r"own\.svg"):
-        Drawing("title", "<svg></svg>").save(file)
+        plan.plot().save(file)
     assert file.read_text() == "<svg>mine</svg>"
-    Drawing("title", "<svg></svg>").save(tmp_path / "new.svg")
-    assert (tmp_path / "new.svg").read_text().startswith("<svg></svg>")
+    plan.plot().save(file, force=True)
+    assert file.read_text() == plan.plot()._repr_svg_()
+    (tmp_path / "own.pdf").write_text("mine")
+    with pytest.raises(FileError, match="is a text"):
+        plan.plot().save(tmp_path / "own.pdf", force=True)
+    with pytest.raises(pplan.UsageError, match="ends in none"):
+        plan.plot().save(tmp_path / "own.jpg")

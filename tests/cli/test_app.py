@@ -88,7 +88,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "simulate",
             "--schedule --stages --micro-batches --virtual-stages --forward-ms --backward-ms --weight-ms "
             "--transfer-ms --profile --gpus-per-node --gpu --memory --bandwidth --latency --topology --trace "
-            "--svg --force --json --actions --list --text",
+            "--plot --plot-schedules --force --json --actions --list --text",
         ),
         ("machine show", "--gpus --toml --json"),
     ],

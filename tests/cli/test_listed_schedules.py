@@ -64,7 +64,7 @@ def test_json(run: Run) -> None:
         ("--list plan.json", "simulate: both PLAN plan.json and --list", "omit it"),
         ("--list --forward-ms 3", "simulate: both --forward-ms 3 and --list", "omit it"),
         ("--list --gpu h100", "simulate: both --gpu h100 and --list", "omit it"),
-        ("--list --svg a.svg", "simulate: both --svg a.svg and --list", "omit it"),
+        ("--list --plot a.svg", "simulate: both --plot a.svg and --list", "omit it"),
         ("--list --actions", "simulate: both --actions and --list", "omit it"),
     ],
 )

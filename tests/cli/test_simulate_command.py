@@ -233,8 +233,8 @@ def test_values_a_stage_tell_their_number(found: Found) -> None:
         ("--bandwidth 1GB/s", "simulate: both --bandwidth 1GB/s and costs", "omit one of the two"),
         ("a.plan.json", "simulate: both PLAN a.plan.json and costs", "omit one of the two"),
         ("--trace no/t.json", "no/t.json: the folder no does not exist", "another place with --trace"),
-        ("--svg .", ".: is a folder", "Name a file."),
-        ("--svg a --trace a", "--trace and --svg a: the same file", "Name two files."),
+        ("--trace .", ".: is a folder", "Name a file."),
+        ("--plot a.svg --trace a.svg", "--trace and --plot a.svg: the same file", "Name two files."),
     ],
 )
 def test_what_cannot_be(run: Run, options: str, what: str, hint: str) -> None:
@@ -457,13 +457,13 @@ def test_nothing_is_written_where_further_micro_batches_hang(run: Run, here: Pat
 
 def test_files_are_not_replaced_unasked(run: Run, here: Path) -> None:
     (here / "t.svg").write_text("<svg>mine</svg>")
-    ran = run("simulate", *SMALL.split(), "--svg", "t.svg")
+    ran = run("simulate", *SMALL.split(), "--plot", "t.svg")
     assert (ran.status, ran.out) == (2, "")
     assert ran.lines == [
         "pplan: t.svg exists already",
         "  Give --force to replace it, or another name.",
     ]
-    ran = run("simulate", *SMALL.split(), "--svg", "t.svg", "--force")
+    ran = run("simulate", *SMALL.split(), "--plot", "t.svg", "--force")
     assert (ran.status, ran.lines) == (0, ["Wrote t.svg"])
     assert "mine" not in (here / "t.svg").read_text()
 
@@ -484,13 +484,13 @@ def test_what_was_found_is_printed_where_a_file_cannot_be_written(
         path.write_text(text)
 
     monkeypatch.setattr("pplan.cli.simulate_tables.write_whole", full)
-    ran = run("simulate", *SMALL.split(), "--svg", "t.svg", "--trace", "t.json")
+    ran = run("simulate", *SMALL.split(), "--plot", "t.svg", "--trace", "t.json")
     assert ran.status == 2
     assert ran.out.startswith("1f1b, 4 stages, 6 micro-batches: ")
     assert ran.lines == [
         "Wrote t.json",
         "pplan: t.svg: cannot be written: full",
-        "  Name another place with --svg.",
+        "  Name another place with --plot.",
     ]
 
 

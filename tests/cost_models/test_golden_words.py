@@ -14,7 +14,6 @@ import pytest
 
 from pplan.cost_models import arguments
 from pplan.cost_models.data_parallel import Workers, asynchronous, hogwild, stale_synchronous, synchronous
-from pplan.cost_models.drawing import CostRow, draw_costs
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.optimizers import OPTIMIZERS, find_optimizer
 from pplan.cost_models.precision import training_precision
@@ -311,17 +310,6 @@ def test_texts_of_schedules(golden: Golden, as_text: AsText) -> None:
     for number, text in enumerate(BAD_SCHEDULES):
         rows[f"bad {number}"] = answer(read_schedule, text)
     golden("cost_models/schedule_texts.txt", as_text(rows))
-
-
-def test_drawings(golden: Golden) -> None:
-    rows = [
-        CostRow("a", 0.001, 0.002, 2**20),
-        CostRow("a name that is far too long for the drawing of a row", 0.5, 0.25, 3 * 2**30, 2 * 2**30),
-        CostRow("<&>\u0007", 0.0, 0.0, 0.0, 2**31),
-    ]
-    many = [CostRow(f"layer {number}", 0.001 * number, 0.002, 2**20) for number in range(500)]
-    texts = [draw_costs("Costs <1>", "seconds", "bytes", own).svg for own in (rows, rows[:1], [], many)]
-    golden("cost_models/drawings.txt", "\n".join([*texts[:3], texts[3][:2000], str(len(texts[3]))]))
 
 
 def test_paces(golden: Golden, as_text: AsText) -> None:

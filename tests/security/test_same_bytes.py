@@ -35,7 +35,7 @@ COMMANDS = [
     ["show", PLAIN],
     ["show", PLAN],
     ["compare", PLAN, "--planners"],
-    ["simulate", PLAN, "--json", "--actions", "--svg", "made.svg", "--trace", "made.trace.json"],
+    ["simulate", PLAN, "--json", "--actions", "--plot", "made.svg", "--trace", "made.trace.json"],
     ["report", PLAN, "-o", "made.html"],
     ["lint", PLAN],
     ["export", "torch", PLAN, "-o", "made.torch.json", "--script", "made.py"],
