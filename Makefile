@@ -27,6 +27,7 @@ format:
 golden:  ## rewrites the expected tables: read the diff
 	PPLAN_UPDATE_GOLDEN=1 pytest $$(grep -rl "golden:" tests --include="test_*.py")
 
-docs:  ## the site, in site/; needs pip install -e ".[docs]"
+docs:  ## the site, in .site/html; needs pip install -e ".[docs]"
 	python docs/draw_images.py
-	mkdocs build --strict
+	python docs/site_pages.py
+	zensical build --strict

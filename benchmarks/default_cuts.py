@@ -3,7 +3,7 @@
 Takes models apart on the meta device (no weights, no time) and prints a table: the layers, how many of them
 are entries of the model's own lists, the most tensors that cross a cut, the largest part of the FLOPs in one
 layer, and layers of functions alone. `hf:NAME` are transformers' models, made small; `timm:NAME` are
-timm's, the others torchvision's. `--write docs/models.md` writes the table into that page.
+timm's, the others torchvision's. `--write docs/lab/models.md` writes the table into that page.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Takes models apart on the meta device (no weights, no time), at granularity fine, and prints a table of the
 layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
-Without names: all of torchvision's. `--write docs/models.md` writes the table into that page.
+Without names: all of torchvision's. `--write docs/lab/models.md` writes the table into that page.
 
 `--values` builds the models instead, each in a process of its own with a time limit, several side by side
 (`--jobs`), and trains model and layers next to each other, as `pplan profile` does before it measures. Then

@@ -4,7 +4,7 @@ Most are small rewritings of a public repository's structure: the modules, lists
 model can be cut, with few channels. Nothing is copied from there. Others are of packages, where these are
 installed. The table says what became of each: its layers, the allowed cuts and the most tensors over a cut;
 or the reason of a refusal. Layers are trained beside the model and must leave the same outputs, gradients and
-buffers, bit for bit. `--write docs/models.md` writes the table into that page.
+buffers, bit for bit. `--write docs/lab/models.md` writes the table into that page.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""What the site has beside docs/: the reference that is made of the code, and the pages of the root."""
+"""Write the pages of the site: docs/, the pages of the root, and the reference made of the code.
+
+`python docs/site_pages.py` writes them to .site/pages, where `zensical build --strict` takes them.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Adds them, when mkdocs has listed those that there are."""
-    from mkdocs.structure.files import File
-
+def write_pages(folder: Path) -> None:
+    """Write all pages of the site: those of docs/, those of the root, and those made of the code."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.csv", "__pycache__"))
     pages = {
         "commands.md": "\n".join(_commands()),
         "functions.md": "\n".join(_functions()),
@@ -31,15 +35,19 @@ def on_files(files: Any, config: Any) -> Any:
         **{f"schemas/{kind}.json": json.dumps(document_schema(kind), indent=1) for kind in DOCUMENTS},
     }
     for name, content in pages.items():
-        files.append(File.generated(config, name, content=content))
-    return files
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    for path in folder.rglob("*.md"):
+        name = path.relative_to(folder).as_posix()
+        path.write_text(_site_links(path.read_text(), name))
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files of the root lead to their pages, or stay words where the site has none."""
-    if page.file.src_uri.startswith("lab/"):
+def _site_links(markdown: str, name: str) -> str:
+    """Lead links to files of the root to their pages; they become words where the site has none."""
+    if name.startswith("lab/"):
         return markdown
-    at_root = page.file.src_uri in ("contributing.md", "changelog.md")
+    at_root = name in ("contributing.md", "changelog.md")
     return re.sub(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)", lambda match: _link(match, at_root), markdown)
 
 
@@ -110,14 +118,34 @@ def _argument(own: inspect.Parameter) -> str:
     return f"{star}{own.name}: {own.annotation}{default}"
 
 
+SECTIONS = ("Args", "Attributes", "Options", "Raises", "Returns", "Yields")
+"""Headings of a docstring's sections."""
+
+
 def _docstring(text: str) -> str:
-    """With its examples as a block."""
+    """A docstring as Markdown: sections as lists, examples as blocks."""
     return re.sub(
         r"((?:^(?:>>>|\.\.\.).*\n?)(?:^.+\n?)*)",
         lambda match: f"```pycon\n{match[1].rstrip()}\n```\n",
-        text,
+        "\n".join(_sections(text.splitlines())),
         flags=re.MULTILINE,
     )
+
+
+def _sections(lines: list[str]) -> Iterator[str]:
+    section = ""
+    for line in lines:
+        name, _, rest = line.strip().partition(": ")
+        if line.removesuffix(":") in SECTIONS:
+            section = line.removesuffix(":")
+            yield f"**{section}**\n"
+        elif not section or not line.startswith("    "):
+            section = section if not line else ""
+            yield line
+        elif section in ("Returns", "Yields") or line.startswith("        "):
+            yield f"  {line.strip()}" if section not in ("Returns", "Yields") else line.strip()
+        else:
+            yield f"- `{name}`: {rest}"
 
 
 def _fields() -> Iterator[str]:
@@ -162,3 +190,7 @@ def _sentence(text: str) -> str:
 
 def _cell(text: str) -> str:
     return _sentence(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    write_pages(ROOT / ".site/pages")

@@ -84,7 +84,7 @@ def read_kernel_rows(rows: Iterable[tuple[str, KernelRow]], source: str) -> Kern
 KernelRow: TypeAlias = Mapping[str | None, str | None]
 """Columns of a row by their names."""
 
-_HINT = "See the columns in docs/solving.md."
+_HINT = "See the columns in docs/transformers.md."
 
 
 def _share(row: KernelRow, kind: str, shape: tuple[float, ...], peak: float, where: str) -> float:
