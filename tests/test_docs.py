@@ -107,6 +107,19 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("home", [None, "https://example.org/pplan"])
+def test_it_reads_on_the_package_index(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image and no link leads to a file that the index does not have."""
+    project = {"urls": {"Repository": home}} if home else {}
+    monkeypatch.setattr(tomllib, "loads", lambda text: {"project": project})  # noqa: ARG005
+    text = runpy.run_path(str(ROOT / "setup.py"))["description"]()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert all(link.startswith("https://") for link in links)
+    assert len(links) > 40 if home else not links
+    assert text.count("![") == (2 if home else 0)
+    assert blocks("sh")[0] in text
+
+
 def test_continuous_integration_runs_its_test_command() -> None:
     assert blocks("sh")[1] in (ROOT / ".ci/run").read_text()
 
