@@ -18,8 +18,6 @@ import pytest
 
 import pplan
 from pplan.cli.app import main
-from pplan.cli.usage import list_verbs
-from pplan.cli.verbs import root
 from pplan.cost_models.runtime import RUNTIMES, list_runtimes
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan

@@ -169,8 +169,9 @@ class Overheads:
             an operation in the published table of B200 links. In a layer with experts the host waits to know
             how many tokens each takes, is no longer ahead of the device, and every kernel has this gap.
         slowdown: Seconds of a product or of attention in a training loop over those of a table, where it ran
-            alone (perhaps a device that computes without a break lowers its clock). The default was fitted to
-            18 measured steps of Megatron-LM on B200 (docs/lab/transformers.md); elsewhere it is an assumption.
+            alone (perhaps a device that computes without a break lowers its clock). The default was fitted
+            to 18 measured steps of Megatron-LM on B200 (docs/lab/transformers.md); elsewhere it is an
+            assumption.
     """
 
     gap: float = 30e-6

@@ -389,8 +389,8 @@ def _notes(answer: DegreeAnswer, measured: MachineFile | None) -> list[str]:
             notes.append(_assumed_note(answer, answer.costs.table, shares))
     if measured is None or not limits.measures_memory:
         notes.append(
-            f"as measured on B200, {format_seconds(overheads.gap)} follow each pass over memory, and each kernel "
-            "of a layer with experts"
+            f"as measured on B200, {format_seconds(overheads.gap)} follow each pass over memory, and each "
+            "kernel of a layer with experts"
         )
     if answer.costs.table is not None and measured is None:
         notes.append(
