@@ -86,8 +86,8 @@ class Group(_MadeLate, TyperGroup):
         super().__init__(verb, commands=make_verbs(f"{verb} "), invoke_without_command=True)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words; without any, a group that runs no command of its own prints its help."""
-        return super().parse_args(ctx, args or ([] if self.entry.examples else ["--help"]))
+        """Parse the words; without any a group prints its help."""
+        return super().parse_args(ctx, args or ["--help"])
 
 
 def make_verbs(group: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,7 @@ def fitting_changes(
             break
 
 
-def _changes(options: DegreeOptions, gpus: int) -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
+def _changes(options: DegreeOptions, gpus: int) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
     """Changes by kind, the smallest first."""
     for name, value in FREE_VALUES.items():
         if getattr(options, name) != value:

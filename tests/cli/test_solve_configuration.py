@@ -495,19 +495,25 @@ def test_the_memory_that_is_said_to_fit(
 
 def test_every_change_that_is_said_to_fit_does_with_its_step() -> None:
     """On a machine of a few GPUs; options that restrict the search are changes, too."""
-    narrow = {"mini_batch": 2, "gpu": "h100", "memory_bytes": 1050 * 2**20, "recompute": "never"}
+    narrow: dict[str, Any] = {
+        "mini_batch": 2,
+        "gpu": "h100",
+        "memory_bytes": 1050 * 2**20,
+        "recompute": "never",
+    }
     narrow |= {"gpus": 2, "sequence": 16384, "tp": 1, "zero": 1, "pp": 1}
     with pytest.raises(InfeasibleError) as raised:
         pplan.solve(SMALL, **narrow)
     _, *changes = raised.value.details["would_fit"]
-    free = {"recompute": "auto", "tp": None, "zero": None, "pp": None}
+    free: dict[str, Any] = {"recompute": "auto", "tp": None, "zero": None, "pp": None}
     kinds = set()
     for words in changes:
-        change, step = re.fullmatch(r"(.*) \(([\d.]+ \S+) a step\)", words).groups()
-        name, _, value = change.replace("any ", "").replace("`", "").partition("=")
+        match = re.fullmatch(r"(.*) \(([\d.]+ \S+) a step\)", words)
+        assert match is not None, words
+        name, _, value = match[1].replace("any ", "").replace("`", "").partition("=")
         kinds.add(name)
         plan = pplan.solve(SMALL, **{**narrow, name: int(value) if value else free.get(name, True)})
-        assert format_seconds(plan.prediction.step_seconds) == step, words
+        assert format_seconds(plan.prediction.step_seconds) == match[2], words
     assert kinds == {"sequence", "recompute", "gpus"}
 
 

@@ -199,7 +199,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "machine list": [],
     "machine show": [["machine", "show", "hostile.toml"], ["machine", "show", "hostile.toml", "--toml"]],
     "machine doctor": [],
-    "machine measure": [],
+    "machine measure": [["machine", "measure", "--for", each, "--device", "cpu"] for each in (PLAN, PROFILE)],
     "machine measure links": [],
     "machine measure kernels": [
         ["machine", "measure", "kernels", PLAN, "--device", "cpu"],
@@ -212,7 +212,7 @@ COMMANDS: dict[str, list[list[str]]] = {
 }
 """By verb, all that reads a file; none where it takes none."""
 READS_NOTHING = {
-    *("demo", "config", "schema", "machine", "machine list", "machine doctor", "machine measure"),
+    *("demo", "config", "schema", "machine", "machine list", "machine doctor"),
     "machine measure links",
 }
 """None that is named; all verbs read the defaults of pplan.toml: tests/cli/test_config_command.py."""

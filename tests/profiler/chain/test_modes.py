@@ -18,6 +18,7 @@ from torch.nn import functional
 import pplan
 from pplan.cost_models.errors import ModelError
 from pplan.profiler import layers as layers_module
+from pplan.profiler import tracing
 from pplan.profiler.layers import state_dict_names
 from pplan.profiler.torch_private import tree_leaves
 
@@ -231,7 +232,7 @@ def test_a_mode_that_cannot_be_traced_is_refused_with_the_place(kind: type[nn.Mo
 
 def test_models_that_do_not_ask_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[object] = []
-    trace = layers_module.trace_model
+    trace = tracing.trace_model
 
     def counted(model: nn.Module, *others: Any) -> Any:
         traces.append(model)

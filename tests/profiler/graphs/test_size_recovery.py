@@ -43,7 +43,8 @@ class Asks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size = self.size(x)
         hidden = self.crossing(self.first(x))
-        return hidden.sin() * self.weight * size
+        output: Tensor = hidden.sin() * self.weight * size
+        return output
 
 
 @pytest.mark.parametrize("crossing", CROSSING)
@@ -63,7 +64,8 @@ class Converts(Asks):
     def forward(self, x: Tensor) -> Tensor:
         kind = x.dtype
         hidden = self.first(x).relu()
-        return (hidden.sin() * self.weight).to(kind)
+        output: Tensor = (hidden.sin() * self.weight).to(kind)
+        return output
 
 
 def test_dtypes_are_those_of_the_tensors_at_hand() -> None:
@@ -78,7 +80,8 @@ class Holds(Asks):
     def forward(self, x: Tensor) -> Tensor:
         number = (x * 0).sum().item()
         hidden = self.first(x.clamp(-1, 1)).relu()
-        return hidden.sin() * self.weight + number
+        output: Tensor = hidden.sin() * self.weight + number
+        return output
 
 
 def test_what_tensors_hold_is_no_constant() -> None:
