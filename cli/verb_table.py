@@ -99,7 +99,7 @@ VERBS = {
         "4 beyond --fail-above",
     ),
     "report": Entry(
-        "Write a plan as one HTML page.",
+        "Write plans as one HTML page.",
         ("pplan report", "pplan report vgg19.plan.json --explain -o vgg19.html"),
         LOOK,
     ),

@@ -33,7 +33,7 @@ def test_a_value_is_a_line(profile: Profile, plan: Plan) -> None:
         assert str(value) == text
         assert text.startswith(f"<{name}")
         assert len(text) < 160
-    assert repr(plan) == "<Plan of toy: 3 stages of 4-5-3 layers, 1f1b, 16 x 4, 650 ms a step>"
+    assert repr(plan) == "<Plan of toy: 3 stages of 4-5-3 layers, 1f1b, 16 micro-batches x 4, 650 ms a step>"
 
 
 def test_tables_of_a_notebook_have_the_figures(profile: Profile, plan: Plan) -> None:

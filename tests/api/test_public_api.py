@@ -45,6 +45,7 @@ def test_all() -> None:
         "load_model",
         "load_plan",
         "load_profile",
+        "plot_timelines",
         "profile",
         "register_schedule",
         "replan",
