@@ -1,18 +1,19 @@
-"""The errors a user can meet, as a tree; `pplan.cli.app.main` turns them into two lines and an exit status.
+"""Errors that a user can meet. `pplan.cli.app.main` turns them into two lines and an exit status.
 
-    PplanError                      2  what the user or the machine must change
-    ├── UsageError                  2  an option or argument with a value that cannot be
-    ├── FileError                   2  a file that cannot be read, is not ours, or cannot be written
-    ├── ModelError                  2  a model that is unknown, cannot be built, cut or run
-    ├── MachineError                2  a missing package, device or memory
-    ├── ExportError                 2  a plan that the runtime cannot run
+    PplanError                      2  the user or the machine must change something
+    ├── UsageError                  2  invalid value of an option or argument
+    ├── FileError                   2  unreadable, foreign or damaged file, or a file that cannot be written
+    ├── ModelError                  2  unknown model, or one that cannot be built, cut or run
+    ├── MachineError                2  missing package, device or memory
+    ├── ExportError                 2  plan that the runtime cannot run
     └── InfeasibleError             3  no plan fits
 
-A message names an option by its field, in Python's words: `micro_batches=3: must divide 8`, "omit `robust`".
-The command line turns fields into its options (`pplan.cli.field_names`); no other text names an option.
+A message names an option by its field, in Python's notation: `micro_batches=3: must divide 8`, "omit
+`robust`". The command line turns fields into its options (`pplan.cli.field_names`). No other text names an
+option.
 
-Exit status 1 is kept for defects of pplan itself (`DefectError`, beside whatever else is raised unforeseen),
-130 for an interruption.
+Exit status 1 is reserved for defects of pplan (`DefectError` and unforeseen exceptions), 130 for an
+interruption.
 """
 
 from __future__ import annotations
@@ -22,24 +23,29 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST_WORD, SHORT, LONGEST = 320, 80, 2_000
-"""Characters of a word of a message (a path may be long), of what is shown of a longer one, of a message."""
+"""Most characters of a word (a path may be long), of the visible part of a longer word, and of a message."""
 
 
 def short_repr(value: object) -> str:
-    """The value as text, cut where it is long."""
+    """Return `repr(value)`, cut to `SHORT` characters."""
     text = repr(value)
     return f"{text[:SHORT]}…" if len(text) > SHORT else text
 
 
 def _shortened(text: str) -> str:
-    """The message without most of what it repeats of a long input."""
+    """Shorten long words, which are mostly repeated input, and cut the message to `LONGEST` characters."""
     if len(text) > LONGEST_WORD:
         text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHORT]}…", text)
     return f"{text[:LONGEST]}…" if len(text) > LONGEST else text
 
 
 class PplanError(Exception):
-    """What happened, where and with which value (`what`), and what to do about it (`hint`)."""
+    """Base class of all errors that a user can meet.
+
+    Args:
+        what: What happened, where, and with which value.
+        hint: What to do about it.
+    """
 
     exit_status = 2
     kind = "error"
@@ -54,7 +60,7 @@ class PplanError(Exception):
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """What `json` prints under the key `error`."""
+        """Value that `json` output prints under the key `error`."""
         return {"status": self.exit_status, "kind": self.kind, "message": self.what, "advice": self.hint}
 
 
@@ -65,7 +71,7 @@ class UsageError(PplanError):
 
 
 class FileError(PplanError):
-    """A file cannot be read, is not one of ours, is damaged, or cannot be written."""
+    """A file cannot be read, is not a file of pplan, is damaged, or cannot be written."""
 
     kind = "file"
 
@@ -91,9 +97,10 @@ class ExportError(PplanError):
 class InfeasibleError(PplanError):
     """No plan of the searched space fits the limits.
 
-    `details`, as JSON holds them: the tightest `stage` of the plan that needs the least memory (number,
-    stages, first and last layer, replicas, memory_bytes), its `ledger` (bytes by term), `limit_bytes` and
-    `missing_bytes`; and `would_fit`, the changes with which a plan fits.
+    Args:
+        details: JSON values. `stage` is the tightest stage of the plan that needs the least memory (number,
+            stages, first and last layer, replicas, memory_bytes), `ledger` its bytes by term. `limit_bytes`
+            and `missing_bytes` compare it with the limit. `would_fit` lists changes with which a plan fits.
     """
 
     exit_status = 3
@@ -105,9 +112,9 @@ class InfeasibleError(PplanError):
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """With the stage that is too large, its ledger, and what would fit, where they are known."""
+        """Value under `error`, with the known `details` of the stage that is too large."""
         return super().as_json | self.details
 
 
 class DefectError(Exception):
-    """Two results of pplan contradict each other: an error in pplan itself, never the user's."""
+    """Two results of pplan contradict each other. This is a defect of pplan, never a user error."""

@@ -1,4 +1,4 @@
-"""The measured chain: seconds and bytes of every layer by micro-batch size, interpolated between sizes."""
+"""Measured layer chain: seconds and bytes of every layer by micro-batch size, interpolated between sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A weight that the `layers` use (their numbers, ascending; two at least). Its bytes count as the first
-    one's in a chain. `trainable_bytes`: 0 of a weight that is frozen."""
+    """Weight that several layers use. In a chain its bytes count for the first of them.
+
+    Attributes:
+        name: Name of the parameter.
+        bytes: Bytes of the weight.
+        trainable_bytes: Bytes that get gradients. 0 for a frozen weight.
+        layers: Numbers of the layers that use it, ascending, at least two.
+    """
 
     name: str
     bytes: float
@@ -26,14 +32,19 @@ class TiedWeight:
     layers: tuple[int, ...]
 
     def is_used(self, first: int, end: int) -> bool:
-        """Whether a layer from `first` to before `end` uses it."""
+        """Return whether a layer in the range [first, end) uses the weight."""
         return any(first <= layer < end for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """A buffer that the `layers` (ascending; two at least) read and none writes. Each stage with a user has
-    one; its bytes count as the first user's in a chain."""
+    """Buffer that several layers read and none writes. Every stage with such a layer holds a copy.
+
+    Attributes:
+        name: Name of the buffer.
+        bytes: Bytes of the buffer. In a chain they count for the first layer.
+        layers: Numbers of the layers that read it, ascending, at least two.
+    """
 
     name: str
     bytes: float
@@ -56,16 +67,20 @@ _PARTS = ("backward_input_seconds", "backward_weight_seconds")
 _OPTIONAL = (*_PARTS, "pending_gradient_bytes", "loss_saved_bytes")
 _OF_THE_DEVICE = ("forward_seconds", "backward_seconds", *_PARTS)
 _OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
-"""The same for any number of samples: launching a kernel takes as long for a small one."""
+"""Seconds that do not depend on the number of samples: a kernel launch takes as long for a small kernel."""
 
 
 PARTS_LIMIT = 1.3
-"""Ratio of a backward in two parts to a whole one, above which pplan warns."""
+"""Largest ratio of a backward in two parts to a whole one without a warning."""
 
 
 def parts_warning(size: float, ratio: float) -> list[str]:
-    """Warning about schedules that split the backward, for layers of which both parts take `ratio` times the
-    whole backward."""
+    """Return the warning about schedules that split the backward, or an empty list.
+
+    Args:
+        size: Micro-batch size in samples.
+        ratio: Seconds of both parts / seconds of the whole backward.
+    """
     if ratio <= PARTS_LIMIT:
         return []
     return [
@@ -76,12 +91,21 @@ def parts_warning(size: float, ratio: float) -> list[str]:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.
+    """Costs of every layer at one micro-batch size. Vectors have shape (layers,), in seconds or bytes.
 
-    `trainable_bytes` are those of the parameters that get gradients; those of `tied` weights count with their
-    first user. `input_bytes` is what the first layer is fed. `spread` and `uncertainty` as of `Chain`, None
-    where they are not known. `outside` says in words where the size lies outside the measured ones, or the
-    costs were scaled from the only one (empty: neither).
+    Attributes:
+        size: Micro-batch size in samples.
+        input_bytes: Bytes of the input of the first layer.
+        parameter_bytes: Bytes of all parameters. `tied` weights count for their first layer.
+        trainable_bytes: Bytes of the parameters that get gradients.
+        accumulation_seconds: See `Chain`.
+        spread: See `Chain`. None if unknown.
+        uncertainty: See `Chain`. None if unknown.
+        outside: Message if the size is outside the measured sizes or the costs were scaled from the only one,
+            else empty.
+        largest_parameters: See `Chain`.
+        pending_gradient_bytes: See `Chain`.
+        loss_saved_bytes: See `Chain`.
     """
 
     size: float
@@ -105,46 +129,56 @@ class LayerCosts:
     outside: str = ""
     tied: tuple[TiedWeight, ...] = ()
     largest_parameters: Vector | None = None
-    """As of `Chain`."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
     pending_gradient_bytes: Vector | None = None
     loss_saved_bytes: Vector | None = None
-    """As of `Chain`."""
 
     @property
     def pending_bytes(self) -> Vector:
-        """(layers,): gradients that the first part of a backward leaves for the second. Where they were not
-        counted, the larger of what a layer saves and what it hands on: a gradient that a weight waits for is
-        as large as what was computed with that weight, which the next operation mostly saves."""
+        """(layers,) bytes of gradients that the first part of a backward leaves for the second.
+
+        Without a measurement this is max(saved, output). A pending gradient is as large as the result that
+        was computed with its weight, and the next operation usually saves that result.
+        """
         if self.pending_gradient_bytes is not None:
             return self.pending_gradient_bytes
         return np.maximum(self.saved_bytes, self.output_bytes)
 
     @property
     def loss_bytes(self) -> float:
-        """Of what the last layer saves, the loss' own."""
+        """Bytes that the loss saves, included in those of the last layer."""
         return 0.0 if self.loss_saved_bytes is None else float(self.loss_saved_bytes[-1])
 
     @property
     def offloaded_bytes(self) -> Vector:
-        """(layers,): what goes to the host where saved tensors do: all but what the loss saves."""
+        """(layers,) saved bytes that go to the host under offloading: all except those of the loss."""
         if self.loss_saved_bytes is None:
             return self.saved_bytes
         return np.maximum(self.saved_bytes - self.loss_saved_bytes, 0.0)
 
     @property
     def largest_bytes(self) -> Vector:
-        """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
+        """(layers,) bytes of each layer's largest trainable parameter.
+
+        If unknown, of all its trainable parameters.
+        """
         return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters
 
     @property
     def accumulation(self) -> Vector:
-        """(layers,): of the backward seconds those that the first micro-batch of a step does not take."""
+        """(layers,) backward seconds that accumulate gradients.
+
+        The first micro-batch of a step saves them.
+        """
         return self.backward_seconds - self.mean_backward(1.0)
 
     def mean_backward(self, first_share: float) -> Vector:
-        """(layers,): backward seconds, on average over micro-batches of which such a share is the first of a
-        step; 1: of the first. It adds to no gradients."""
+        """Return the (layers,) mean backward seconds over the micro-batches of a step.
+
+        Args:
+            first_share: Share (0 to 1) of the micro-batches that are the first of a step and accumulate no
+                gradients.
+        """
         if self.accumulation_seconds is None:
             return self.backward_seconds
         return np.maximum(self.backward_seconds - first_share * self.accumulation_seconds, 0.0)
@@ -152,10 +186,15 @@ class LayerCosts:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The layers of a model, measured at `sizes` samples a micro-batch (ascending).
+    """Layers of a model, measured at several micro-batch sizes.
 
-    The measured arrays have shape (layers, sizes); `cut_after` shape (layers,), false where a stage may not
-    end (and for the last layer).
+    Measured arrays have shape (layers, sizes), in seconds or bytes.
+
+    Attributes:
+        names: Names of the layers.
+        sizes: Measured micro-batch sizes in samples, ascending.
+        cut_after: (layers,) mask, false if a stage must not end after the layer, and for the last layer.
+        input_bytes_per_sample: Bytes of one sample of the model's input.
     """
 
     names: tuple[str, ...]
@@ -175,56 +214,66 @@ class Chain:
     backward_host_seconds: Vector
     backward_input_seconds: Vector | None = None
     backward_weight_seconds: Vector | None = None
-    """Backward in two parts, as zero-bubble schedules run it; None: not measured."""
+    """Seconds of the second part of the backward, as zero-bubble schedules run it. None if not measured."""
     accumulation_seconds: Vector | None = None
-    """Of the backward, shape (layers,): to add gradients to those that are there, which the first
-    micro-batch of a step does not (`zero_grad()` sets them to None); as long at any size. None: not known."""
+    """(layers,) backward seconds that add gradients to existing ones. None if unknown.
+
+    The first micro-batch of a step saves them (`zero_grad()` sets gradients to None). They are equal for all
+    sizes.
+    """
     scales_with_samples: bool = False
-    """With one size: whether costs at any other are had from it, in proportion to the samples."""
+    """Whether costs scale with the samples from a single measured size to any other."""
     uncertainty: Vector | None = None
-    """Share by which the layers' seconds miss the whole model's, shape (sizes,); None: not known."""
+    """(sizes,) relative difference between the sum of the layers' seconds and the whole model's. None if
+    unknown."""
     spread: Vector | None = None
-    """Interquartile range of a layer's forward + backward over the median, shape (layers, sizes); None: not
-    known."""
+    """(layers, sizes) interquartile range / median of forward + backward seconds. None if unknown."""
     whole_spread: Vector | None = None
-    """The same of the whole model, shape (sizes,): noise from pass to pass that all layers share."""
+    """(sizes,) interquartile range / median of the whole model: noise between passes that all layers
+    share."""
     tied: tuple[TiedWeight, ...] = ()
-    """Weights that several layers use, where cuts between these are allowed."""
+    """Weights that several layers use and between which cuts are allowed."""
     largest_parameters: Vector | None = None
-    """Bytes of each layer's largest trainable parameter, shape (layers,); None: not known."""
+    """(layers,) bytes of each layer's largest trainable parameter. None if unknown."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
-    """Buffers likewise, which each stage with a user has."""
+    """Buffers that several layers read. Every stage with such a layer holds a copy."""
     pending_gradient_bytes: Vector | None = None
-    """Gradients that the first part of a backward leaves for the second, each storage once, with the last
-    layer that needs it, shape (layers, sizes); None: not counted."""
+    """(layers, sizes) gradients that the first part of a backward leaves for the second. None if not counted.
+
+    Every storage counts once, for the last layer that needs it.
+    """
     batch_norms: tuple[str, ...] = ()
+    """Names of the layers that normalise every micro-batch separately."""
     least_size: int = 0
-    """Samples that a replica must get of a micro-batch; the options may ask for more than 1."""
-    """Names of layers that normalise each micro-batch by itself."""
+    """Fewest samples of a micro-batch that a replica must get. The options may require more than 1."""
     loss_saved_bytes: Vector | None = None
-    """Of what the last layer saves, the loss' own, shape (layers, sizes), 0 of the others; None: no loss."""
+    """(layers, sizes) bytes that the loss saves, included in those of the last layer, else 0. None without a
+    loss."""
     refused: Mapping[int, str] = field(default_factory=dict)
-    """Sizes that the model does not take, or of which it makes something else, and why."""
+    """Sizes that the model rejects or computes differently, with the reason."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     @property
     def max_stages(self) -> int:
-        """Stages when every allowed cut is made."""
+        """Number of stages if every allowed cut is made."""
         return int(self.cut_after.sum()) + 1
 
     def name_range(self, first: int, end: int) -> str:
-        """The name of the one layer from `first` to before `end`, or those of the first and the last."""
+        """Return the names of the first and the last layer in [first, end), or of its only layer."""
         return self.names[first] if end - first == 1 else f"{self.names[first]} to {self.names[end - 1]}"
 
     def reaches(self, size: float, *, past_largest: bool = False) -> bool:
-        """Whether costs at `size` can be had, past the largest measured size only with `past_largest`.
+        """Return whether costs at a micro-batch size are available.
 
-        Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
-        nothing to draw a line through, and only that size can be had: any, where costs scale with samples.
-        A refused size is never had, nor a share between two sizes of which one is, nor fewer samples than
-        `least_size`.
+        Sizes below the smallest are extrapolated from the two smallest. With one measured size only that size
+        is available, or any if costs scale with samples. Refused sizes, fractions next to a refused size, and
+        sizes below `least_size` are never available.
+
+        Args:
+            size: Micro-batch size in samples.
+            past_largest: Whether sizes past the largest measured one may be extrapolated.
         """
         return size >= self.least_size and self._is_costed(size, past_largest=past_largest)
 
@@ -236,17 +285,24 @@ class Chain:
         return past_largest or size <= self.sizes[-1]
 
     def _refusal(self, size: float) -> str:
-        return next((self.refused[own] for own in (floor(size), ceil(size)) if own in self.refused), "")
+        return next((self.refused[count] for count in (floor(size), ceil(size)) if count in self.refused), "")
 
     def at(self, size: float, *, past_largest: bool = False) -> LayerCosts:
-        """Costs of every layer for micro-batches of `size` samples (a replica's share may be a fraction).
+        """Return the costs of every layer for micro-batches of `size` samples.
 
-        Between two measured sizes: the straight line between them, or, for seconds that grow faster than the
-        samples, the power of the size through both, which is lower. Below the smallest: the line through the
-        two smallest, but at least the smallest's share by samples. Past the largest: the line through the two
-        largest, and only with `past_largest`. With `scales_with_samples`: the one size's, in proportion.
+        - Between two measured sizes: the line between them. For seconds that grow faster than the samples,
+          the power of the size through both, which is lower.
+        - Below the smallest size: the line through the two smallest, but at least the smallest's costs scaled
+          by samples.
+        - Past the largest size: the line through the two largest, only with `past_largest`.
+        - With `scales_with_samples`: the costs of the single size, scaled by samples.
 
-        Raises UsageError where the size cannot be had.
+        Args:
+            size: Samples of a micro-batch on one replica. May be a fraction.
+            past_largest: Whether sizes past the largest measured one may be extrapolated.
+
+        Raises:
+            UsageError: Costs at this size are not available.
         """
         if size <= 0:
             raise UsageError(f"micro-batch size {size:g}: must be above 0", "Use at least one sample.")
@@ -280,7 +336,7 @@ class Chain:
         )
 
     def without_tied_cuts(self) -> Chain:
-        """The same with no cut between the users of one weight."""
+        """Return the chain without cuts between the layers that share a weight."""
         if not self.tied:
             return self
         cut_after = self.cut_after.copy()
@@ -289,11 +345,11 @@ class Chain:
         return replace(self, cut_after=cut_after, tied=())
 
     def uncertainty_at(self, size: float) -> float | None:
-        """Share by which seconds at `size` may be off: the larger of both measured sizes it lies between."""
+        """Return the relative uncertainty of seconds at `size`: the larger one of the neighbouring sizes."""
         return self._larger(self.uncertainty, size)
 
     def whole_spread_at(self, size: float) -> float | None:
-        """Spread of the whole model at `size`: the larger of both measured sizes it lies between."""
+        """Return the relative spread of the whole model at `size`: the larger of the neighbouring sizes."""
         return self._larger(self.whole_spread, size)
 
     def _larger(self, by_size: Vector | None, size: float) -> float | None:
@@ -304,8 +360,10 @@ class Chain:
         return float(by_size[right if exact else max(right - 1, 0) : right + 1].max())
 
     def spread_at(self, size: float) -> Vector | None:
-        """(layers,): the spread at `size`, on the line between the two sizes it lies between; outside the
-        measured sizes that of the nearest."""
+        """Return the (layers,) relative spread at `size`, interpolated.
+
+        Sizes outside the measured ones get the nearest.
+        """
         if self.spread is None or len(self.sizes) == 1:
             return None if self.spread is None else self.spread[:, 0]
         right = int(np.clip(np.searchsorted(self.sizes, size), 1, len(self.sizes) - 1))
@@ -351,11 +409,18 @@ class Chain:
 
 
 def _power_curve(low: Vector, high: Vector, size: float, larger: float, line: Vector) -> Vector:
-    """Seconds in proportion to a power of the size between 1 and 2, where that leads from `low` to `high`;
-    else the line: below 1 there is a fixed part, above 2 one of both is hardly more than noise.
+    """Interpolate seconds with a power of the size, or with the line if the exponent is not in (1, 2].
 
-    `size` and `larger` are in parts of the smaller size. Caches that larger batches outgrow bend the seconds
-    upwards; benchmarks/left_out_sizes.py holds both curves against sizes that were measured and left out.
+    An exponent below 1 means a fixed part. Above 2 one of the two measurements is mostly noise. Caches that
+    larger batches outgrow bend the seconds upwards. benchmarks/left_out_sizes.py compares both curves with
+    sizes that were measured and left out.
+
+    Args:
+        low: (layers,) seconds at the smaller size.
+        high: (layers,) seconds at the larger size.
+        size: Requested size / smaller size.
+        larger: Larger size / smaller size.
+        line: (layers,) linear interpolation.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         exponent = (np.log(high) - np.log(low)) / np.log(larger)
@@ -364,24 +429,32 @@ def _power_curve(low: Vector, high: Vector, size: float, larger: float, line: Ve
 
 
 def list_cut_points(chain: Chain) -> tuple[int, ...]:
-    """First layers of the blocks that no cut may part, ascending, with len(chain) at the end."""
+    """Return the first layers of the blocks between allowed cuts, ascending, with len(chain) at the end."""
     return (0, *(int(i) + 1 for i in np.flatnonzero(chain.cut_after[:-1])), len(chain))
 
 
 def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Chain]:
-    """The profiles, with the cuts of the chain."""
-    for name, own in profiles.items():
-        if own.names != chain.names:
+    """Return the profiles with the cuts of the chain.
+
+    Raises:
+        UsageError: A profile has other layers than the chain.
+    """
+    for name, profile in profiles.items():
+        if profile.names != chain.names:
             raise UsageError(
                 f"{name}: has other layers than the plan's profile",
                 "Profile the same model on that kind of device.",
             )
-    return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
+    return {name: replace(profile, cut_after=chain.cut_after) for name, profile in profiles.items()}
 
 
 def copy_bytes(shared: Iterable[tuple[float, Sequence[int]]], cut_points: Sequence[int]) -> Floats:
-    """(n, n): bytes of the copies in the layers from cut point i to before cut point j, of tensors with these
-    bytes and users."""
+    """Return the (n, n) bytes of copies of shared tensors in the layers from cut point i up to cut point j.
+
+    Args:
+        shared: Bytes and layers of each tensor.
+        cut_points: (n,) first layers of blocks, see `list_cut_points`.
+    """
     points = np.array(cut_points)
     copies = np.zeros((len(points),) * 2)
     for bytes, layers in shared:
@@ -390,7 +463,7 @@ def copy_bytes(shared: Iterable[tuple[float, Sequence[int]]], cut_points: Sequen
 
 
 def has_user(layers: Sequence[int], points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(n, n): whether one of the layers is from point i to before point j."""
+    """Return the (n, n) mask whether one of the layers is in the range from point i up to point j."""
     users = np.array([*layers, np.iinfo(np.int64).max])
     following = users[np.searchsorted(users[:-1], points)]
     has: npt.NDArray[np.bool_] = following[:, None] < points[None, :]

@@ -35,21 +35,25 @@ Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 
 def _source() -> str:
-    """A field that says where a figure is from; it makes no difference between two things."""
+    """Return a field for the origin of a value. It is ignored in comparisons."""
     source: str = field(default="", compare=False, repr=False)
     return source
 
 
 UNKNOWN_DEVICE = "unknown"
-"""The device of a profile whose costs were imported, whatever they were measured with."""
+"""Device of a profile whose costs were imported, regardless of where they were measured."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device; `memory_bytes` is what a stage may use, None for no limit.
+    """Kind of device.
 
-    `speed` is relative to the profiled device: 2.0 computes in half of the profile's seconds. A kind that was
-    profiled itself has the name of that file as its `profile` instead.
+    Attributes:
+        name: Name of the kind.
+        memory_bytes: Bytes that a stage may use. None for no limit.
+        speed: Speed relative to the profiled device. 2.0 halves the profiled seconds.
+        profile: Profile file of this kind, instead of a speed.
+        memory_source: Origin of `memory_bytes`.
     """
 
     name: str
@@ -78,12 +82,12 @@ class Device:
 
     @property
     def seconds_scale(self) -> float:
-        """What a layer's profiled seconds are multiplied by on this device."""
+        """Factor from profiled seconds to seconds on this device."""
         return 1 / self.speed
 
 
 class Group(NamedTuple):
-    """So many devices of a kind, with consecutive ranks."""
+    """Devices of one kind with consecutive ranks."""
 
     device: Device
     number: int
@@ -91,9 +95,12 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two devices; the other direction is as fast at the same time.
+    """One direction of a connection between two devices. The other direction is as fast at the same time.
 
-    A bandwidth of infinity stands for transfers that take only the latency.
+    Attributes:
+        bandwidth_bytes_per_second: Bandwidth. Infinite for transfers that take only the latency.
+        latency_seconds: Seconds until the first byte arrives.
+        name: Name for messages, such as `NVLink 3`.
     """
 
     bandwidth_bytes_per_second: float
@@ -116,22 +123,27 @@ class Link:
             )
 
     def seconds(self, bytes: Amount) -> Amount:
-        """Seconds from the start of a transfer of that many bytes until all of it has arrived."""
+        """Return the seconds from the start of a transfer of `bytes` until all of it has arrived."""
         return self.latency_seconds + bytes / self.bandwidth_bytes_per_second
 
     def describe(self) -> str:
-        """As `NVLink 3 300 GB/s, 5 µs`."""
+        """Return a description such as `NVLink 3 300 GB/s, 5 µs`."""
         rate = format_rate(self.bandwidth_bytes_per_second)
         return f"{self.name} {rate}, {format_seconds(self.latency_seconds, short=True)}".lstrip()
 
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of `size` members, each of them a group of the level inside it (a device, innermost).
+    """Groups of `size` members. A member is a group of the next inner level, or a device in the innermost.
 
-    `link` joins any two devices of a group that no level inside joins, through a port of each that sends and
-    receives at its bandwidth. A port belongs to one device, or to `devices_per_port` neighbours, as a network
-    adapter that a whole server has. The outermost level may have any number of members: size None.
+    `link` joins any two devices of a group that no inner level joins, through one port of each. A port sends
+    and receives at the bandwidth of the link.
+
+    Attributes:
+        name: Name of the level, such as `node`.
+        size: Members of a group. None for any number, which only the outermost level may have.
+        link: Link between the members.
+        devices_per_port: Neighbouring devices that share a port, such as the network adapter of a server.
     """
 
     name: str
@@ -151,7 +163,13 @@ class Level:
 
 
 class Port(NamedTuple):
-    """A place through which transfers leave (`out`) or enter (`in`) the `owner`-th port of a level."""
+    """Port of a level through which transfers leave (`out`) or enter (`in`).
+
+    Attributes:
+        level: Index of the level.
+        direction: "out" or "in".
+        owner: Number of the port in its level.
+    """
 
     level: int
     direction: str
@@ -159,17 +177,24 @@ class Port(NamedTuple):
 
     @property
     def leaves(self) -> bool:
-        """Whether transfers leave by it."""
+        """Whether transfers leave through this port."""
         return self.direction == "out"
 
 
 NODE = "node"
-"""The level of this name is what one process reaches; without one it is the innermost."""
+"""Name of the level that a single process reaches. Without such a level it is the innermost."""
 
 
 def check_devices(count: int, called: str = "") -> None:
-    """Raises UsageError for more devices than are planned for. The count is `called` as a file does; else by
-    the field `gpus`."""
+    """Check that pplan plans for this many devices.
+
+    Args:
+        count: Number of devices.
+        called: Name of the count in a file. Without one the message names the field `gpus`.
+
+    Raises:
+        UsageError: There are more devices than `MOST_DEVICES`.
+    """
     if count > MOST_DEVICES:
         what = f"{called} {count}" if called else f"gpus={count}"
         raise UsageError(
@@ -180,9 +205,16 @@ def check_devices(count: int, called: str = "") -> None:
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices with the ranks 0 to `gpus` - 1, run by run of a kind, and the levels that join them.
+    """Devices with ranks 0 to `gpus` - 1, and the levels that join them.
 
-    Levels stand from the innermost to the outermost. Ranks fill groups in order; the last may have fewer.
+    Ranks fill the groups of a level in order. The last group may have fewer members.
+
+    Attributes:
+        groups: Kinds of devices and their numbers, by ascending ranks.
+        levels: Levels from the innermost to the outermost.
+
+    Raises:
+        UsageError: The groups and levels contradict each other.
     """
 
     groups: tuple[Group, ...]
@@ -225,63 +257,75 @@ class Topology:
 
     @cached_property
     def _inner(self) -> tuple[int, ...]:
-        """By level, the devices of one of its members."""
+        """Number of devices of one member, by level."""
         return tuple(accumulate((level.size or 1 for level in self.levels[:-1]), mul, initial=1))
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The first rank of every run, and the rank after the last."""
+        """First rank of every group of equal devices, and the rank after the last."""
         return list(accumulate((number for _, number in self.groups), initial=0))
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """By level but the outermost, the devices of one of its groups."""
+        """Number of devices of one group, by level except the outermost."""
         return self._inner[1:]
 
     @property
     def gpus(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return self._starts[-1]
 
     @property
     def capacity(self) -> int | None:
-        """How many devices the levels hold; None for any number."""
+        """Number of devices that the levels can hold. None for any number."""
         outer = self.levels[-1].size
         return None if outer is None else self._inner[-1] * outer
 
     @cached_property
     def kinds(self) -> tuple[Device, ...]:
-        """The different kinds of devices, in the order of their first ranks."""
+        """Distinct kinds of devices, in the order of their first ranks."""
         return tuple(dict.fromkeys(device for device, _ in self.groups))
 
     @cached_property
     def gpus_per_node(self) -> int:
-        """How many devices one machine has: those of the level called `node`, else of the innermost."""
+        """Number of devices of one machine: of the level named `node`, else of the innermost level."""
         index = next((i for i, level in enumerate(self.levels) if level.name == NODE), 0)
         size = self.levels[index].size
         return self.gpus if size is None else self._inner[index] * size
 
     def device(self, rank: int) -> Device:
-        """The device with that rank. Raises UsageError where there is none."""
+        """Return the device of a rank.
+
+        Raises:
+            UsageError: The rank does not exist.
+        """
         self._check(rank)
         return self.groups[bisect_right(self._starts, rank) - 1].device
 
     def kind_numbers(self, ranks: Sequence[int]) -> npt.NDArray[np.int64]:
-        """By device, the number of its kind among `kinds`. Raises UsageError where there is none."""
-        own = np.asarray(ranks, dtype=np.int64)
-        if own.size:
-            self._check(int(own.min()), int(own.max()))
+        """Return the (ranks,) index of each device's kind in `kinds`.
+
+        Raises:
+            UsageError: A rank does not exist.
+        """
+        rank_numbers = np.asarray(ranks, dtype=np.int64)
+        if rank_numbers.size:
+            self._check(int(rank_numbers.min()), int(rank_numbers.max()))
         numbers = np.array([self.kinds.index(device) for device, _ in self.groups])
-        of_each: npt.NDArray[np.int64] = numbers[np.searchsorted(self._starts, own, side="right") - 1]
-        return of_each
+        kinds: npt.NDArray[np.int64] = numbers[np.searchsorted(self._starts, rank_numbers, side="right") - 1]
+        return kinds
 
     def count_kinds(self, ranks: Sequence[int]) -> dict[Device, int]:
-        """The different kinds of these devices, in the order of their first ones, and how many of each."""
+        """Return the number of devices of each kind among `ranks`, in the order of their first devices."""
         numbers, first, counts = np.unique(self.kind_numbers(ranks), return_index=True, return_counts=True)
         return {self.kinds[numbers[at]]: int(counts[at]) for at in np.argsort(first)}
 
     def shared_level(self, a: int, b: int) -> int:
-        """The index of the innermost level with a group that holds both devices. Raises UsageError."""
+        """Return the index of the innermost level with a group that holds both devices.
+
+        Raises:
+            UsageError: A device does not exist.
+        """
         self._check(a, b)
         for index, inner in enumerate(self._inner[1:]):
             if a // inner == b // inner:
@@ -289,19 +333,30 @@ class Topology:
         return len(self.levels) - 1
 
     def link(self, a: int, b: int) -> Link:
-        """The link from device `a` to device `b`. Raises UsageError."""
+        """Return the link from device `a` to device `b`.
+
+        Raises:
+            UsageError: A device does not exist.
+        """
         return self.levels[self.shared_level(a, b)].link
 
     def ports(self, a: int, b: int) -> tuple[Port, Port]:
-        """What a transfer from `a` to `b` occupies: transfers with a port in common share its bandwidth."""
+        """Return the ports that a transfer from `a` to `b` occupies.
+
+        Transfers with a common port share its bandwidth.
+        """
         index = self.shared_level(a, b)
         each = self.levels[index].devices_per_port
         return Port(index, "out", a // each), Port(index, "in", b // each)
 
     def members(self, devices: Iterable[int]) -> list[frozenset[int]]:
-        """By level: how many members of a group hold some of these devices, over the groups that hold any.
+        """Return how many members of a group hold some of the devices, by level, over groups that hold any.
 
-        {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
+        The set of a level is {1} if the level joins none of the devices. It has one number if they are spread
+        evenly.
+
+        Raises:
+            UsageError: A device does not exist.
         """
         ranks = np.array(sorted(set(devices)), dtype=np.int64)
         if len(ranks):
@@ -314,7 +369,7 @@ class Topology:
         return levels
 
     def shared_levels(self, a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """By pair of devices, as `shared_level`."""
+        """Return the (pairs,) index of the innermost level that joins each pair, see `shared_level`."""
         levels = np.full(len(a), len(self.levels) - 1)
         for index, inner in reversed(list(enumerate(self._inner[1:]))):
             levels[a // inner == b // inner] = index
@@ -323,14 +378,15 @@ class Topology:
     def places_in(
         self, index: int, ranks: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """By rank, the group of that level that it is in, and the member of the group."""
+        """Return the (ranks,) group of each rank at level `index`, and the (ranks,) member of that group."""
         inner, outer = self._inner[index], (*self._inner[1:], None)[index]
         return np.zeros_like(ranks) if outer is None else ranks // outer, ranks // inner
 
     def with_gpus(self, gpus: int) -> Topology:
-        """The same with the first `gpus` devices; with more of them where there is one kind only.
+        """Return the topology with its first `gpus` devices, or with more if there is one kind.
 
-        Raises UsageError where several kinds, or the levels, hold fewer.
+        Raises:
+            UsageError: The levels, or several kinds of devices, hold fewer devices.
         """
         if gpus < 1:
             raise UsageError(f"gpus={gpus}: must be at least 1", "Give the number of GPUs you have.")
@@ -349,10 +405,13 @@ class Topology:
         return replace(self, groups=tuple(groups))
 
     def in_groups(self, size: int) -> Topology:
-        """A device for every `size` neighbours that share layers: their links are those of one of them, and a
-        port that several of them share serves each with its part.
+        """Return the topology with one device for every `size` neighbours that share layers.
 
-        Raises UsageError where the devices, or those of a node, are no multiple.
+        The links are those of one neighbour. A port that several neighbours share gives each its part of the
+        bandwidth.
+
+        Raises:
+            UsageError: The devices, or those of a node, are not a multiple of `size`.
         """
         if size == 1:
             return self
@@ -374,7 +433,7 @@ class Topology:
         return Topology(tuple(Group(device, count // size) for device, count in self.groups), tuple(levels))
 
     def describe(self) -> str:
-        """One line in words: devices, their memory, devices a node, links."""
+        """Return one line with the devices, their memory, devices per node, and links."""
         start = " + ".join(_describe_group(group) for group in self.groups)
         used = self.levels_in_use
         if self.gpus == 1:
@@ -393,12 +452,12 @@ class Topology:
 
     @cached_property
     def levels_in_use(self) -> tuple[Level, ...]:
-        """Up to the first that joins all devices: no traffic goes over those further out."""
+        """Levels up to the first that joins all devices. No traffic passes through outer levels."""
         return self.levels[: 1 + next(i for i, reach in enumerate(self._reach) if reach >= self.gpus)]
 
     @property
     def _reach(self) -> tuple[int, ...]:
-        """By level, the devices of one of its groups; all of them at an outermost level of any size."""
+        """Number of devices of one group, by level. All devices for an outermost level of any size."""
         return (*self._inner[1:], self.capacity or self.gpus)
 
     def _check(self, *ranks: int) -> None:
@@ -412,7 +471,11 @@ class Topology:
 def two_level_topology(
     device: Device, gpus: int, gpus_per_node: int, inside: Link, between: Link
 ) -> Topology:
-    """`gpus` devices of one kind, `gpus_per_node` to a node (the last may have fewer). Raises UsageError."""
+    """Return `gpus` devices of one kind, `gpus_per_node` to a node. The last node may have fewer.
+
+    Raises:
+        UsageError: A number is not positive.
+    """
     for name, count in (("gpus", gpus), ("gpus_per_node", gpus_per_node)):
         if count < 1:
             raise UsageError(f"{name}={count}: must be at least 1", "Give the number of GPUs you have.")
