@@ -1,4 +1,4 @@
-"""Seconds of transfers and collectives over any devices, and the ports that they share.
+"""Seconds of transfers and collectives between devices, and the ports that they share.
 
 A collective takes the fastest algorithm for the topology and the size. Each sends as its authors count it: a
 latency for every step, and the bytes that one device (or one port that devices share) sends, at the pace of
@@ -15,9 +15,9 @@ the slowest level in use. Adding up takes no time.
 - all-to-all: pairwise exchange (Thakur, Rabenseifner and Gropp, Optimization of collective communication
   operations in MPICH, International Journal of High Performance Computing Applications 19(1), 2005).
 
-A transfer between two stages of replicas goes through several ports at once, each of which sends at its
-bandwidth. Transfers that leave by one port are served one after another, all-reduces that go through one port
-share it, and no step is shorter than the transfers through its most loaded port.
+A transfer between two replicated stages uses several ports at once, each at its bandwidth. Transfers that
+leave through one port are served one after another. All-reduces through one port share it. A step is at least
+as long as the transfers through its most loaded port.
 
 A weight that layers of several stages use (`layer.TiedWeight`) has a copy on each of these stages. After the
 last backward of the last of them, and after each stage's own all-reduce, its gradients are added up by one
@@ -45,14 +45,20 @@ from .optimizers import Precision
 from .topology import Amount, Link, Port, Topology
 
 FEW_RANKS = 64
-"""Most devices of a route that is followed part by part. Arrays would double the time of some searches."""
+"""Most devices of a route that is computed part by part. Arrays would double the time of some searches."""
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
 
 def all_reduce_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Seconds until every device has the sum of `bytes` held by each, by the fastest algorithm for each size.
+    """Return the seconds of an all-reduce by the fastest algorithm for each size.
 
-    0 for one device or no bytes.
+    Args:
+        topology: Devices and links.
+        devices: Ranks that take part.
+        bytes: Bytes that each device holds, a float or an array.
+
+    Returns:
+        Seconds until every device has the sum, shaped as `bytes`. 0 for one device or no bytes.
     """
     return reduce(np.minimum, all_reduce_seconds_by_algorithm(topology, devices, bytes).values())
 
@@ -60,11 +66,14 @@ def all_reduce_seconds(topology: Topology, devices: Iterable[int], bytes: Amount
 def all_reduce_seconds_by_algorithm(
     topology: Topology, devices: Iterable[int], bytes: Amount
 ) -> dict[Algorithm, Amount]:
-    """Seconds of an all-reduce by each algorithm that these devices can use, the simplest first.
+    """Return the seconds of an all-reduce by each algorithm that the devices can use, the simplest first.
 
-    For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends bytes
-    twice; `hierarchical` takes, at every level from the inside, a reduce-scatter of the remaining part, and
-    the all-gathers back. It needs devices that are spread evenly (`is_even`).
+    For n devices and B bytes:
+
+    - `ring`: 2 (n - 1) steps of B / n bytes.
+    - `tree`: 2 ceil(log2 n) latencies and 2 B bytes.
+    - `hierarchical`: a reduce-scatter of the remaining part at every level from the inside, then the
+      all-gathers back. The devices must be spread evenly (`is_even`).
     """
     ranks = sorted(set(devices))
     halves = _half_seconds(topology, ranks, bytes)
@@ -74,27 +83,27 @@ def all_reduce_seconds_by_algorithm(
 
 
 def reduce_scatter_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Seconds until each of n devices has the sum of its n-th part of `bytes`, held whole by each before.
+    """Return the seconds of a reduce-scatter by the faster of ring and hierarchy, half of an all-reduce.
 
-    Half of an all-reduce by the faster of ring and hierarchy.
+    Each of the n devices starts with all `bytes` and ends with the sum of its n-th part.
     """
     return reduce(np.minimum, _half_seconds(topology, sorted(set(devices)), bytes).values())
 
 
 def all_gather_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Seconds until every device has all of `bytes`, of which each of n held an n-th part.
+    """Return the seconds until every device has all `bytes`, of which each of n devices holds an n-th part.
 
-    It has the steps of a reduce-scatter in reverse, and takes as long.
+    The steps are those of a reduce-scatter in reverse.
     """
     return reduce_scatter_seconds(topology, devices, bytes)
 
 
 def all_to_all_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Seconds until each of n devices has received an n-th part of the `bytes` of every other device.
+    """Return the seconds until each of n devices has an n-th part of the `bytes` of every other device.
 
-    A device sends every other one its part, one after another, over the innermost level that joins them.
-    Levels work side by side; devices that share a port share its bandwidth. No part can be combined with
-    another, so unlike an all-gather nothing is saved between nodes.
+    A device sends its parts one after another, each over the innermost level that joins the two devices.
+    Levels work at the same time. Devices that share a port share its bandwidth. Parts cannot be combined, so
+    unlike an all-gather nothing is saved between nodes.
     """
     ranks = np.array(sorted(set(devices)), dtype=np.int64)
     levels = [
@@ -105,19 +114,21 @@ def all_to_all_seconds(topology: Topology, devices: Iterable[int], bytes: Amount
 
 
 def ring_step_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Seconds until each device, in order, has received `bytes` from the one before it, all at once.
+    """Return the seconds of one ring step, in which every device sends `bytes` to the next.
 
-    One step of a ring: the slowest link sets the pace. 0 for one device or no bytes.
+    The slowest link sets the pace. 0 for one device or no bytes.
     """
     return _over_links(topology, sorted(set(devices)), 1.0, bytes, 1)
 
 
 def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[int, int], float]:
-    """By port (level and owner, leaving and entering alike): for how many seconds of each byte of an
-    all-reduce it is taken at the least, whatever the algorithm.
+    """Return the fewest seconds per byte for which an all-reduce by any algorithm occupies each port.
 
-    Where k members of a group take part, the sum of their parts has to leave and to enter each of them:
-    2 (k - 1) / k of the bytes (Patarasuk and Yuan 2009, theorem 1), over all ports that its devices have.
+    If k members of a group take part, the sum of their parts must leave and enter each of them: 2 (k - 1) / k
+    of the bytes (Patarasuk and Yuan 2009, theorem 1), over all ports of its devices.
+
+    Returns:
+        Seconds per byte by port, keyed by level and owner. They are equal in both directions.
     """
     ranks = np.array(sorted(set(devices)), dtype=np.int64)
     loads: dict[tuple[int, int], float] = {}
@@ -127,22 +138,25 @@ def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[i
             members, return_index=True, return_inverse=True, return_counts=True
         )
         _, group, joined = np.unique(groups[first], return_inverse=True, return_counts=True)
-        ports, first, behind = np.unique(
+        ports, first, sharers = np.unique(
             ranks // level.devices_per_port, return_index=True, return_counts=True
         )
         at = member.reshape(-1)[first]
         k = joined[group.reshape(-1)[at]]
-        seconds = 2 * (k - 1) / k * behind / sizes[at] / level.link.bandwidth_bytes_per_second
+        seconds = 2 * (k - 1) / k * sharers / sizes[at] / level.link.bandwidth_bytes_per_second
         loads |= {
-            (index, port): own
-            for port, own, count in zip(ports.tolist(), seconds.tolist(), k.tolist(), strict=True)
+            (index, port): load
+            for port, load, count in zip(ports.tolist(), seconds.tolist(), k.tolist(), strict=True)
             if count > 1
         }
     return loads
 
 
 def is_even(topology: Topology, devices: Iterable[int]) -> bool:
-    """Whether every group of a level holds as many of these devices: what hierarchical algorithms need."""
+    """Return whether all groups of a level hold equally many of the devices.
+
+    Hierarchical algorithms need that.
+    """
     return all(len(members) == 1 for members in topology.members(devices))
 
 
@@ -159,7 +173,7 @@ def is_concave(topology: Topology) -> bool:
 
 
 def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
-    """What the seconds of collectives depend on: the same for runs of devices that are joined alike."""
+    """Return a key of the seconds of collectives: equal for devices that are joined in the same way."""
     ranks = sorted(set(devices))
     if len(ranks) == 1:
         return (1,)
@@ -168,7 +182,7 @@ def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, 
 
 
 def _half_seconds(topology: Topology, ranks: list[int], bytes: Amount) -> dict[Algorithm, Amount]:
-    """Seconds of a reduce-scatter, or an all-gather, by each algorithm that these devices can use."""
+    """Return the seconds of a reduce-scatter or an all-gather, by each algorithm that the devices can use."""
     if len(ranks) < 2:
         return {"ring": bytes * 0.0}
     seconds: dict[Algorithm, Amount] = {"ring": _ring(topology, ranks, bytes)}
@@ -178,7 +192,7 @@ def _half_seconds(topology: Topology, ranks: list[int], bytes: Amount) -> dict[A
 
 
 def _peers(topology: Topology, ranks: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """By level: the most pairs that one port joins, and the most other devices that one device reaches."""
+    """Return the most pairs that one port joins and the most devices that one device reaches, by level."""
     counts, inside = [], np.ones_like(ranks)
     for index, level in enumerate(topology.levels):
         groups, _ = topology.places_in(index, ranks)
@@ -192,12 +206,15 @@ def _peers(topology: Topology, ranks: npt.NDArray[np.int64]) -> list[tuple[int, 
 
 
 def _pass(link: Link, share: float, bytes: Amount, steps: int) -> Amount:
-    """`steps` latencies and a `share` of the bytes; nothing to send takes no time, latencies neither."""
+    """Return the seconds of `steps` latencies and a `share` of the bytes.
+
+    Without bytes there are no latencies.
+    """
     return share * bytes / link.bandwidth_bytes_per_second + steps * link.latency_seconds * (bytes > 0)
 
 
 def _ring_links(topology: Topology, ranks: list[int]) -> list[Link]:
-    """The links that a ring over the ranks in order goes over; it crosses each shared port once."""
+    """Return the links of a ring over the ranks in order. It crosses each shared port once."""
     joined = zip(topology.levels, topology.members(ranks), strict=True)
     return [level.link for level, members in joined if max(members) > 1]
 
@@ -210,23 +227,24 @@ def _over_links(topology: Topology, ranks: list[int], share: float, bytes: Amoun
 
 
 def _ring(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
-    """n - 1 steps, in each of which all send bytes / n to the next."""
+    """Return the seconds of n - 1 steps in which every device sends bytes / n to the next."""
     return _over_links(topology, ranks, (len(ranks) - 1) / len(ranks), bytes, len(ranks) - 1)
 
 
 def _tree(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
-    """Up and down two binary trees, each with half of the bytes, in which no device is inside of both.
+    """Return the seconds up and down two binary trees, each with half of the bytes.
 
-    Pipelined, a device receives 2 x bytes / 2 from its children and sends as much; then down again. A group
-    behind a shared port has one place in each tree.
+    No device is an inner node of both trees. Pipelined, a device receives 2 x bytes / 2 from its children and
+    sends as much, then the same downwards. A group with a shared port has one position in each tree.
     """
     return _over_links(topology, ranks, 2.0, bytes, 2 * math.ceil(math.log2(len(ranks))))
 
 
 def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount:
-    """A ring in every group at once, from the innermost level outwards, each with what the one before left.
+    """Return the seconds of half an all-reduce: a ring in every group, from the innermost level outwards.
 
-    Devices that share a port have rings through it at the same time, each with its part of the bandwidth.
+    Each level works on the part that the inner levels left. Devices that share a port run rings through it at
+    the same time, each with its part of the bandwidth.
     """
     total, remainder = bytes * 0.0, 1.0
     for level, (n,) in zip(topology.levels, topology.members(ranks), strict=True):
@@ -238,7 +256,7 @@ def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount
 
 
 def _at_once(ranks: list[int], devices_per_port: int) -> int:
-    """The most of these devices that one port has."""
+    """Return the most of these devices that share one port."""
     return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
 
 
@@ -252,16 +270,19 @@ Values = Sequence[float] | npt.NDArray[np.float64]
 
 
 def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
-    """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
+    """Return the gradient buckets of DistributedDataParallel, as ranges [start, stop) of the parameters.
 
-    `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
-    first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
-    it, by any amount: a parameter is never split. The first bucket is small, the last one has what remains.
+    A bucket takes gradients until it holds at least its size. It may exceed it by any amount, because a
+    parameter is never split. The first bucket is small, the last one holds the rest.
+
+    Args:
+        parameter_bytes: (parameters,) bytes in the order in which gradients become ready. DDP regroups by it
+            after its first step.
     """
     buckets: list[tuple[int, int]] = []
     start, bytes_so_far, size = 0, 0.0, float(FIRST_BUCKET_BYTES)
-    for index, own in enumerate(parameter_bytes):
-        bytes_so_far += own
+    for index, parameter in enumerate(parameter_bytes):
+        bytes_so_far += parameter
         if bytes_so_far >= size:
             buckets.append((start, index + 1))
             start, bytes_so_far, size = index + 1, 0.0, BUCKET_BYTES
@@ -273,20 +294,21 @@ def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
 def exposed_all_reduce_seconds(
     layer_backward_seconds: Values, layer_parameter_bytes: Values, topology: Topology, devices: Sequence[int]
 ) -> Any:
-    """Seconds from the end of the backward pass until the gradients of all replicas are reduced.
+    """Return the seconds from the end of the backward pass until the gradients of all replicas are reduced.
 
-    Reducing overlaps the backward that is left, as in DistributedDataParallel, and slows it nowhere. Buckets
-    are reduced one after another, in order (Li et al., PyTorch Distributed: Experiences on Accelerating Data
-    Parallel Training, VLDB 2020, section 3.2.3).
+    Reducing overlaps the remaining backward, as in DistributedDataParallel, without slowing it. Buckets are
+    reduced one after another (Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training, VLDB 2020, section 3.2.3).
 
     Args:
-        layer_backward_seconds: By layer in forward order, (layers,); or of many passes, (many, layers).
-        layer_parameter_bytes: By layer; its gradients are as large, and ready when its backward ends.
+        layer_backward_seconds: (layers,) or (passes, layers) backward seconds in forward order.
+        layer_parameter_bytes: (layers,) parameter bytes. Gradients are as large and ready when the layer's
+            backward ends.
         topology: Devices and links.
         devices: Ranks of the replicas.
 
     Returns:
-        One value, or one for each pass.
+        Seconds: a float, or an array of shape (passes,).
     """
     done = np.cumsum(np.asarray(layer_backward_seconds, dtype=np.float64)[..., ::-1], axis=-1)
     gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
@@ -308,12 +330,18 @@ def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[fl
 
 
 EXAMPLE_BYTES = (10**6, 10**9)
-"""Bytes: one that latency decides, and one that bandwidth decides."""
+"""Sizes in bytes: one for which latency dominates, and one for which bandwidth does."""
 
 
 @dataclass(frozen=True)
 class TransferTime:
-    """One transfer between two devices that only `level` joins."""
+    """Transfer between two devices that only `level` joins.
+
+    Attributes:
+        level: Name of the level.
+        bytes: Size in bytes.
+        seconds: Seconds of the transfer.
+    """
 
     level: str
     bytes: int
@@ -322,7 +350,15 @@ class TransferTime:
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """An all-reduce over the first `gpus` devices by every algorithm that can, and the `best` of them."""
+    """All-reduce over the first `gpus` devices.
+
+    Attributes:
+        over: Description of the devices.
+        gpus: Number of devices.
+        bytes: Size in bytes.
+        best: Fastest algorithm.
+        seconds: Seconds by algorithm that the devices can use.
+    """
 
     over: str
     gpus: int
@@ -332,8 +368,10 @@ class AllReduceTime:
 
 
 def list_transfer_times(topology: Topology) -> list[TransferTime]:
-    """List the seconds of transfers of both sizes at every level, the innermost first, also at levels that
-    the devices do not reach."""
+    """Return the transfers of both example sizes at every level, the innermost first.
+
+    Levels that the devices do not reach are included.
+    """
     return [
         TransferTime(level.name, size, float(level.link.seconds(float(size))))
         for level in topology.levels
@@ -342,8 +380,10 @@ def list_transfer_times(topology: Topology) -> list[TransferTime]:
 
 
 def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
-    """List the seconds of all-reduces of both sizes, over a node and over all devices if these are more.
-    Empty for one device."""
+    """Return the all-reduces of both example sizes over a node, and over all devices if they are more.
+
+    The list is empty for one device.
+    """
     node = min(topology.gpus_per_node, topology.gpus)
     groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
     if node == topology.gpus:
@@ -358,7 +398,7 @@ def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
 
 def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
     each = all_reduce_seconds_by_algorithm(topology, range(gpus), float(size))
-    seconds: dict[str, float] = {name: float(own) for name, own in each.items()}
+    seconds: dict[str, float] = {name: float(value) for name, value in each.items()}
     return AllReduceTime(over, gpus, size, min(each, key=each.__getitem__), seconds)
 
 
@@ -369,7 +409,7 @@ Loaded = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The ways from stages to stages of a topology, remembered."""
+    """Cached routes of the transfers between stages of a topology."""
 
     topology: Topology
     _routes: dict[tuple[Ranks, Ranks], tuple[float, float]] = field(default_factory=dict)
@@ -377,11 +417,15 @@ class Routes:
     _pairs: dict[tuple[int, int], tuple[Link, tuple[Port, Port]]] = field(default_factory=dict)
 
     def route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
-        """Latency, and seconds of each byte of a whole micro-batch, for which the slowest port is taken.
+        """Return the latency, and the seconds per byte of a whole micro-batch on the slowest port.
 
-        Each sender has an equal run of its samples, and so needs each receiver (DAPPLE's split and
-        concatenation, Fan et al., PPoPP 2021, section 5). Parts that go through one port, as the network
-        adapter of a machine, share its bandwidth; the slowest port counts.
+        Each sender holds, and each receiver needs, an equal run of the samples (split and concatenation of
+        DAPPLE, Fan et al., PPoPP 2021, section 5). Parts through one port, such as the network adapter of a
+        machine, share its bandwidth.
+
+        Args:
+            senders: Ranks of the sending stage.
+            receivers: Ranks of the receiving stage.
         """
         key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
         if key not in self._routes:
@@ -389,7 +433,10 @@ class Routes:
         return self._routes[key]
 
     def _shift_ranks(self, ranks: Ranks, first: int | None = None) -> Ranks:
-        """The ranks as if `first`, else their own first, were of the first node, where nodes are alike."""
+        """Shift the ranks as if `first` (default: their first rank) were in the first node.
+
+        Ranks are unchanged if nodes are not alike.
+        """
         if not self.alike:
             return ranks
         node = (ranks[0] if first is None else first) // self.topology.gpus_per_node
@@ -398,7 +445,7 @@ class Routes:
 
     @property
     def alike(self) -> bool:
-        """Return whether every node has the same links to the next."""
+        """Whether every node has the same links to the next."""
         return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
@@ -410,8 +457,10 @@ class Routes:
         return latency, max(loads.values())
 
     def loads(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
-        """By port that the transfer goes through, leaving or entering: for how many seconds of each byte of a
-        whole micro-batch it is taken."""
+        """Return the seconds per byte of a whole micro-batch for which the transfer occupies each port.
+
+        The ports are those through which it leaves or enters.
+        """
         key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
         first = senders[0] - key[0][0]
         if key not in self._loads:
@@ -419,7 +468,7 @@ class Routes:
         return self._shift_loads(self._loads[key], first) if first else self._loads[key]
 
     def _shift_loads(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
-        """The same of ports that belong to devices of so much higher ranks."""
+        """Return the loads of the ports whose devices have ranks that are larger by `devices`."""
         by_level = [devices // level.devices_per_port for level in self.topology.levels]
         return {
             Port(port.level, port.direction, port.owner + by_level[port.level]): load
@@ -427,8 +476,10 @@ class Routes:
         }
 
     def exit_port(self, senders: Ranks, receivers: Ranks) -> Port:
-        """Of the ports that the transfer leaves by, the one that it takes longest (of equal ones the first):
-        transfers with the same one are served one after another."""
+        """Return the exit port that the transfer occupies longest, the first if equal.
+
+        Transfers with the same exit port are served one after another.
+        """
         leaving = [(-load, port) for port, load in self.loads(senders, receivers).items() if port.leaves]
         return min(leaving)[1]
 
@@ -442,21 +493,24 @@ class Routes:
         }
 
     def _load_arrays(self, senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, str, Owners, Loaded]]:
-        """`_add_loads` of many devices: by level and direction, the owners of the ports and their seconds."""
+        """Yield the owners of ports and their seconds per byte, by level and direction.
+
+        This is `_add_loads` for many devices.
+        """
         many, few = len(receivers), len(senders)
         edges = np.unique(np.append(many * np.arange(few + 1), few * np.arange(many + 1)))
         a, b = np.array(senders)[edges[:-1] // many], np.array(receivers)[edges[:-1] // few]
         shares, shared = np.diff(edges) / (few * many), self.topology.shared_levels(a, b)
         for level in np.unique(shared).tolist():
-            own, at = self.topology.levels[level], shared == level
-            seconds = shares[at] / own.link.bandwidth_bytes_per_second
+            shared_level, at = self.topology.levels[level], shared == level
+            seconds = shares[at] / shared_level.link.bandwidth_bytes_per_second
             for direction, ranks in (("out", a[at]), ("in", b[at])):
-                owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
+                owners, number = np.unique(ranks // shared_level.devices_per_port, return_inverse=True)
                 loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
                 yield level, direction, owners, loads
 
     def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
-        """What `loads` returns, and the longest latency."""
+        """Return the seconds per byte of each port, and the longest latency."""
         loads: defaultdict[Port, float] = defaultdict(float)
         latency = 0.0
         for a, b, share in _parts(senders, receivers):
@@ -470,8 +524,10 @@ class Routes:
 
 
 def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]:
-    """Sender, receiver and share of the samples of every part. Samples are counted in parts of a sender times
-    parts of a receiver, so that they are whole."""
+    """Yield sender, receiver and share of the samples of every part of a transfer.
+
+    Samples are counted in units of 1 / (senders x receivers), so that counts are integers.
+    """
     done, whole = 0, len(senders) * len(receivers)
     while done < whole:
         i, j = done // len(receivers), done // len(senders)
@@ -482,12 +538,17 @@ def _parts(senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, int, float]]
 
 NONE = -1
 Loads = dict[tuple[int, int], float]
-"""By port, its level and owner: seconds."""
+"""Seconds by port, keyed by level and owner."""
 
 
 class Hop(NamedTuple):
-    """All that one device of a program sends to another in a step; `seconds`: how long its busiest port is
-    taken by them together."""
+    """Sum of all transfers from one device of a program to another in a step.
+
+    Attributes:
+        sender: Sending device.
+        receiver: Receiving device.
+        seconds: Seconds for which they occupy their busiest port.
+    """
 
     sender: int
     receiver: int
@@ -495,8 +556,15 @@ class Hop(NamedTuple):
 
 
 class AllReduceBytes(NamedTuple):
-    """The bytes that an all-reduce over `ranks` adds up, so many `times` in a step; `before`: bytes of
-    all-reduces that send as much as the ranks exchange earlier in the step. `key` names it to the caller."""
+    """All-reduce in a step.
+
+    Attributes:
+        key: Identifier of the caller.
+        ranks: Ranks that take part.
+        bytes: Bytes of the sum.
+        times: Number of such all-reduces in a step.
+        before: Bytes of all-reduces that send as much as the ranks exchange earlier in the step.
+    """
 
     key: int
     ranks: Ranks
@@ -507,9 +575,13 @@ class AllReduceBytes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PortSharing:
-    """`links` (devices, devices): a number for the port that each transfer waits for, -1 where there is none.
-    `reduce_loads`: by key of an all-reduce, the seconds for which it takes each port that others take, too.
-    `port_seconds`: for how long the most loaded port is taken in a step."""
+    """Ports that transfers and all-reduces of a pipeline share.
+
+    Attributes:
+        links: (devices, devices) number of the port that each transfer waits for, -1 for none.
+        reduce_loads: Seconds of each shared port, by key of the all-reduce.
+        port_seconds: Seconds of the most loaded port in a step.
+    """
 
     links: npt.NDArray[np.int64]
     reduce_loads: dict[int, Loads]
@@ -517,14 +589,14 @@ class PortSharing:
 
     @property
     def pattern(self) -> bytes:
-        """The same for pipelines whose transfers wait for each other in the same way."""
+        """Key that is equal for pipelines whose transfers wait for each other in the same way."""
         numbers: dict[int, int] = {NONE: NONE}
         same = [numbers.setdefault(int(link), len(numbers)) for link in self.links.flat]
         return np.array(same, dtype=np.int64).tobytes()
 
 
 class TopologyPorts:
-    """Of the pipelines on a topology; what its ports carry is remembered."""
+    """Cached port loads of the pipelines on a topology."""
 
     def __init__(self, topology: Topology, routes: Routes | None = None) -> None:
         self.topology = topology
@@ -537,7 +609,13 @@ class TopologyPorts:
     def sharing(
         self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[AllReduceBytes]
     ) -> PortSharing:
-        """`ranks`: by device of the program, those of its replicas."""
+        """Return the ports that the transfers and all-reduces of a pipeline share.
+
+        Args:
+            ranks: Ranks of the replicas, by device of the program.
+            hops: Transfers between devices of the program.
+            reductions: All-reduces of a step.
+        """
         links = np.full((len(ranks), len(ranks)), NONE, dtype=np.int64)
         seconds_by_port: defaultdict[Port, float] = defaultdict(float)
         for sender, receiver, seconds in hops:
@@ -547,15 +625,15 @@ class TopologyPorts:
                     seconds_by_port[port] += part * seconds
         loads: dict[int, Loads] = {}
         reduced: Loads = {}  # as many seconds in either direction
-        for own in reductions:
-            own_loads = self._loads(own.ranks)
-            if own.bytes:
-                loads[own.key] = {port: own.bytes * each for port, each in own_loads.items()}
-            bytes = own.bytes * own.times + own.before
-            for place, each in own_loads.items():
-                reduced[place] = reduced.get(place, 0.0) + bytes * each
-        together = (own + reduced.get((port.level, port.owner), 0.0) for port, own in seconds_by_port.items())
-        return PortSharing(links, _of_several(loads), max([*reduced.values(), *together], default=0.0))
+        for reduction in reductions:
+            port_loads = self._loads(reduction.ranks)
+            if reduction.bytes:
+                loads[reduction.key] = {port: reduction.bytes * load for port, load in port_loads.items()}
+            bytes = reduction.bytes * reduction.times + reduction.before
+            for place, load in port_loads.items():
+                reduced[place] = reduced.get(place, 0.0) + bytes * load
+        sums = (sent + reduced.get((port.level, port.owner), 0.0) for port, sent in seconds_by_port.items())
+        return PortSharing(links, _contended_loads(loads), max([*reduced.values(), *sums], default=0.0))
 
     def _exit(self, senders: Ranks, receivers: Ranks) -> int:
         key = senders, receivers
@@ -565,7 +643,7 @@ class TopologyPorts:
         return self._exits[key]
 
     def _shares(self, senders: Ranks, receivers: Ranks) -> list[tuple[Port, float]]:
-        """By port, its part of the seconds for which the busiest is taken."""
+        """Return each port's seconds relative to those of the busiest port."""
         key = senders, receivers
         if key not in self._parts:
             loads = self.routes.loads(senders, receivers)
@@ -580,21 +658,25 @@ class TopologyPorts:
         return self._reduced[key]
 
 
-def _of_several(loads: dict[int, Loads]) -> dict[int, Loads]:
-    """Without the ports that a single all-reduce takes: there it waits for no other."""
-    uses = Counter(port for own in loads.values() for port in own)
+def _contended_loads(loads: dict[int, Loads]) -> dict[int, Loads]:
+    """Drop the ports that a single all-reduce uses, because it waits for no other there."""
+    uses = Counter(port for all_reduce in loads.values() for port in all_reduce)
     contended = {
-        key: {port: seconds for port, seconds in own.items() if uses[port] > 1} for key, own in loads.items()
+        key: {port: seconds for port, seconds in all_reduce.items() if uses[port] > 1}
+        for key, all_reduce in loads.items()
     }
-    return {key: own for key, own in contended.items() if own}
+    return {key: all_reduce for key, all_reduce in contended.items() if all_reduce}
 
 
 def end_on_ports(end: float, loads: Loads, free: Loads) -> float:
-    """When an all-reduce ends whose ports others take, too; `end`: by itself. `free`: until when each port is
-    taken, brought up to date.
+    """Return the end of an all-reduce on ports that other all-reduces use. `free` is updated.
 
-    Each port works through what it is given, one after another; by itself, what it sends of this one ends
-    with it.
+    A port processes its all-reduces one after another.
+
+    Args:
+        end: End in seconds without other all-reduces.
+        loads: Seconds for which the all-reduce occupies each port.
+        free: Seconds at which each port becomes free.
     """
     last = end
     for port, seconds in loads.items():
@@ -604,19 +686,32 @@ def end_on_ports(end: float, loads: Loads, free: Loads) -> float:
 
 
 def all_reduce_ends(ready: Sequence[float], seconds: Sequence[float], loads: dict[int, Loads]) -> list[float]:
-    """By stage, when its gradients are added up: `ready` when its last backward ends, `seconds` of its
-    all-reduce by itself, `loads` of shared ports by stage. Whoever is ready first goes first."""
+    """Return the end of each stage's all-reduce in seconds. The stage that is ready first goes first.
+
+    Args:
+        ready: (stages,) ends of the last backwards.
+        seconds: (stages,) seconds of each all-reduce without other traffic.
+        loads: Seconds of the shared ports, by stage.
+    """
     ends = [begin + more for begin, more in zip(ready, seconds, strict=True)]
     free: Loads = {}
-    for stage in sorted(loads, key=lambda own: (ready[own], own)):
+    for stage in sorted(loads, key=lambda index: (ready[index], index)):
         ends[stage] = end_on_ports(ends[stage], loads[stage], free)
     return ends
 
 
 @dataclass(frozen=True)
 class TiedSum:
-    """The sum of a weight's gradients over all `ranks` that hold it, on the `stages` of a program; `parts`:
-    of the layers, those with a user. Seconds by itself."""
+    """Sum of a tied weight's gradients over all devices that hold it.
+
+    Attributes:
+        name: Name of the weight.
+        parts: Parts of the layers with a user of the weight.
+        stages: Devices of the program that compute these parts.
+        ranks: Ranks that hold the weight.
+        bytes: Bytes of the gradient.
+        seconds: Seconds of the all-reduce without other traffic.
+    """
 
     name: str
     parts: tuple[int, ...]
@@ -627,11 +722,11 @@ class TiedSum:
 
 
 Seconds = Callable[[Ranks, float], float]
-"""Of an all-reduce over these ranks, of so many bytes held by each."""
+"""Function from ranks and the bytes that each holds to the seconds of their all-reduce."""
 
 
 def reduction_seconds(topology: Topology) -> Seconds:
-    """Of any sum on a topology."""
+    """Return the function that gives the seconds of an all-reduce on a topology."""
     return lambda ranks, bytes: float(all_reduce_seconds(topology, ranks, bytes))
 
 
@@ -643,8 +738,16 @@ def tied_sums(
     precision: Precision,
     seconds: Seconds,
 ) -> Iterator[TiedSum]:
-    """Of the parts of the layers that end before `ends`: by part, all `ranks` that hold it and the `stages`
-    (devices of a program) that compute it."""
+    """Yield the gradient sums of the tied weights that several parts of the layers use.
+
+    Args:
+        tied: Tied weights of the chain.
+        ends: Numbers of layers up to the end of each part.
+        ranks: Ranks that hold each part.
+        stages: Devices of the program that compute each part.
+        precision: Bytes of a weight and a gradient.
+        seconds: Function for the seconds of an all-reduce.
+    """
     bounds = list(pairwise((0, *ends)))
     for weight in tied:
         parts = tuple(part for part, (first, end) in enumerate(bounds) if weight.is_used(first, end))
@@ -656,14 +759,19 @@ def tied_sums(
 
 
 def ends_after_sums(ends: Floats, sums: Sequence[TiedSum]) -> Floats:
-    """(stages, ...): when each stage is done, whose own gradients are ready at `ends`."""
+    """Return the (stages, ...) seconds when each stage is done, including the sums of tied weights.
+
+    Args:
+        ends: (stages, ...) seconds when the gradients of each stage are reduced.
+        sums: Sums of tied weights, in order.
+    """
     if not sums:
         return ends
-    after = ends.copy()
-    for own in sums:
-        stages = list(own.stages)
-        after[stages] = after[stages].max(axis=0) + own.seconds
-    return after
+    done = ends.copy()
+    for tied_sum in sums:
+        stages = list(tied_sum.stages)
+        done[stages] = done[stages].max(axis=0) + tied_sum.seconds
+    return done
 
 
 def least_seconds_after(
@@ -673,9 +781,15 @@ def least_seconds_after(
     precision: Precision,
     replicas: int,
 ) -> Floats | float:
-    """(n, n): seconds that the sums of a stage's weights take at the least, where its layers from cut point i
-    to before cut point j have some of their users and not all. Every sum is over its `replicas` and another
-    stage's device: each sends 2 (r - 1) / r of the bytes, over the fastest link at best."""
+    """Return the fewest seconds of the tied-weight sums of a stage, by the cut points of the stage.
+
+    A sum counts if the stage has some and not all users of the weight. It runs over the `replicas` and at
+    least one device of another stage. Each of r devices sends 2 (r - 1) / r of the bytes, at best over the
+    fastest link.
+
+    Returns:
+        (n, n) seconds for the layers from cut point i up to cut point j, or 0.
+    """
     points, total = np.array(cut_points), np.zeros((len(cut_points),) * 2)
     if not any(weight.trainable_bytes for weight in tied) or topology.gpus < 2:
         return 0.0

@@ -1,35 +1,35 @@
-"""The memory ledger: bytes of a stage's layers, of the training of its weights, and every term of a device.
+"""Memory ledger: bytes of a stage's layers, of the training of its weights, and every term of a device.
 
 `StageBytes` holds the bytes of a stage's layers. `device_ledger` counts any program, action by action.
-`ledger` sums the same terms with the closed forms of 1F1B and GPipe for what is in flight: its arguments are
-floats or numpy arrays that broadcast together, so that one formula serves a single stage and the table of all
-stages of a chain. tests/cost_models/test_memory_device.py compares both.
+`ledger` sums the same terms with the closed forms of 1F1B and GPipe for the micro-batches in flight. Its
+arguments are floats or numpy arrays that broadcast together, so one formula serves a single stage and the
+table of all stages of a chain. tests/cost_models/test_memory_device.py compares both.
 
-A device runs its list in order, so what is alive during an action follows from the list alone, whatever the
-costs. A micro-batch is in flight on a chunk from the start of its F to the end of its W, of its B where it
-has no W, and holds meanwhile:
+A device runs its list in order, so the list alone decides what is alive during an action, regardless of the
+costs. A micro-batch is in flight on a chunk from the start of its F to the end of its W, or of its B if it
+has no W. Meanwhile it holds:
 
     never         what its layers save, all the time
     always        its input, all the time; from the start of B also what its layers save
-    except_last   as always; the last micro-batch as never
+    except_last   like always; the last micro-batch like never
 
-Where some backwards are in two parts, as torch.distributed.pipelining runs them (`stage_backward_input`,
-`stage_backward_weight`; read and counted in torch 2.14), that is not all:
+If some backwards are in two parts, as torch.distributed.pipelining runs them (`stage_backward_input`,
+`stage_backward_weight`; read and counted in torch 2.14), these come on top:
 
-    F to the end  what the chunk hands on stays, too
-    B             frees nothing while it runs, so that its workspace comes on top of all, and leaves the
-                  gradients that W needs. Then it frees the part of the graph behind the last weight: counted
-                  is the loss of the last chunk. On the first chunk it does nothing: W does all
-    W             frees the rest as it goes; counted at its end
+    F to the end  the output of the chunk stays
+    B             frees nothing while it runs, so its workspace comes on top. It leaves the gradients
+                  that W needs. Then it frees the part of the graph after the last weight: the loss of
+                  the last chunk is counted. On the first chunk it does nothing: W does all
+    W             frees the rest gradually; counted at its end
 
-and PyTorch has, of every micro-batch of the step, a buffer for what each chunk receives, and one for its
-gradient; and it keeps the gradients of the inputs to the end of the step.
+PyTorch also has, for every micro-batch of the step, a buffer for the input of each chunk and one for its
+gradient. It keeps the gradients of the inputs to the end of the step.
 
-A stage that recomputes `first_3` keeps its input and what its layers from the fourth on save; backward runs
-the first three again when it comes to them, and by then nothing of the others is left. So these two never add
-up: the larger counts for the micro-batch at work. Any other layers would be run again while what the layers
-before them save is held. Megatron-LM's `--recompute-method block` takes the first layers of each stage, too,
-each as its own checkpoint; here they are one checkpoint, which keeps one input.
+A stage that recomputes `first_3` keeps its input and what its layers from the fourth on save. Backward
+recomputes the first three when it reaches them. By then nothing of the other layers is left, so these two
+never add up: the larger counts for the micro-batch at work. Other layers would be recomputed while the saved
+tensors of earlier layers are held. Megatron-LM's `--recompute-method block` also takes the first layers of
+each stage, each as a separate checkpoint. Here they are one checkpoint, which keeps one input.
 """
 
 from __future__ import annotations
@@ -55,24 +55,33 @@ Amount = float | npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What the ledger is made from: bytes of a stage's layers, at the micro-batch size of one replica.
+    """Bytes of a stage's layers at the micro-batch size of one replica, the input of the ledger.
 
-    `trainable` are those of the parameters that get gradients. `saved` is what backward needs of the stage's
-    own layers, `saved_input` the part of its input that it saves besides; `input` its whole input; `received`
-    and `sent` the tensors that cross its two cuts (0 where it has none); `workspace` what it needs at its
-    peak besides all it saves. `gathered`: the parameters of two neighbouring layers at
-    most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
-    tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
-    `layer.TiedWeight`). `largest`: of the trainable parameters the largest. `besides`: where it
-    recomputes, what a micro-batch in flight holds besides its input (see `recompute_first`).
-
-    Of a backward in two parts (see above): `pending`: gradients that the first leaves for the
-    second; `output`: what the stage hands on; `released`: of `saved` and `output` what the first frees;
-    `layer_workspace`: the largest of a layer.
-
-    Where what is saved goes to the host (see `offload_saved`): `working`: the most that a layer is handed and
-    saves, the stage's own input aside; `working_peak`: the same with the layer's workspace; `loss`: what the
-    loss behind the last layer saves, in `saved` alone.
+    Attributes:
+        parameters: Bytes of all parameters.
+        trainable: Bytes of the parameters that get gradients.
+        buffers: Bytes of the buffers.
+        saved: Bytes that backward needs of the stage's layers, without the stage's input.
+        saved_input: Part of the stage's input that is saved for backward.
+        input: Bytes of the stage's whole input.
+        received: Bytes of the tensor that crosses the cut before the stage. 0 without a cut.
+        sent: Bytes of the tensor that crosses the cut after the stage. 0 without a cut.
+        workspace: Peak bytes in addition to all saved bytes.
+        gathered: Most parameter bytes of two neighbouring layers, which ZeRO has whole at a time. None for
+            the whole stage.
+        copies: Trainable bytes of tied weights that an earlier stage also has. Replicas do not reduce them
+            among themselves (see `layer.TiedWeight`).
+        largest: Bytes of the largest trainable parameter.
+        pending: With a backward in two parts, gradients that the first part leaves for the second.
+        output: With a backward in two parts, bytes of the stage's output.
+        released: With a backward in two parts, bytes of `saved` and `output` that the first part frees.
+        layer_workspace: With a backward in two parts, largest workspace of a layer.
+        besides: With recomputation, bytes of a micro-batch in flight in addition to its input (see
+            `recompute_first`).
+        working: With offloading (see `offload_saved`), most bytes that a layer receives and saves, without
+            the stage's input.
+        working_peak: With offloading, `working` with the layer's workspace.
+        loss: With offloading, bytes that the loss after the last layer saves, included in `saved` alone.
     """
 
     parameters: Amount
@@ -98,27 +107,36 @@ class StageBytes:
 
     @property
     def offloaded(self) -> Amount:
-        """Bytes of a micro-batch that go to the host, and come back, where the stage offloads."""
+        """Bytes of a micro-batch that go to the host and come back if the stage offloads."""
         return self.saved - self.loss
 
 
-def workspace_before_loss(own: Amount, loss_saved: Amount, loss_workspace: Amount) -> Amount:
-    """Workspace of the last layer with the loss behind it, whose saved bytes count as the layer's own.
+def workspace_before_loss(layer_workspace: Amount, loss_saved: Amount, loss_workspace: Amount) -> Amount:
+    """Return the workspace of the last layer with the loss, whose saved bytes count for the layer.
 
-    `own`: the layer's, counted without the loss. Nothing of the loss is held while the layer itself runs, so
-    the layer needs no more than what exceeds the loss' saved bytes, or what the loss needs above them.
+    Nothing of the loss is held while the layer runs. So the layer needs only what exceeds the loss' saved
+    bytes, or what the loss needs above them.
+
+    Args:
+        layer_workspace: Workspace of the layer, measured without the loss.
+        loss_saved: Bytes that the loss saves.
+        loss_workspace: Workspace of the loss.
     """
-    return np.maximum(own - loss_saved, loss_workspace)
+    return np.maximum(layer_workspace - loss_saved, loss_workspace)
 
 
 def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
-    """The bytes of a stage as PyTorch's pipelining has them where backwards are whole.
+    """Return the bytes of a stage as PyTorch's pipelining holds them if backwards are whole.
 
-    From the beginning of a step on it has buffers for what each of the step's micro-batches receives, inputs
-    and gradients (torch/distributed/pipelining/stage.py: `_setup_forward_recv_info`). Of a micro-batch in
-    flight the input lies in them; its output stays until its backward, and then the input's gradient until it
-    is sent, under GPipe with those of all others: each is counted with both, and one gradient besides. A
-    stage without neighbours is as it was.
+    From the beginning of a step there are buffers for the inputs and gradients that each of its micro-batches
+    receives (torch/distributed/pipelining/stage.py: `_setup_forward_recv_info`). The input of a micro-batch
+    in flight is in them. Its output stays until its backward. Then the input's gradient stays until it is
+    sent, under GPipe with those of all other micro-batches. Each micro-batch is counted with both, plus one
+    gradient. A stage without neighbours is unchanged.
+
+    Args:
+        stage: Bytes of the stage.
+        micro_batches: Micro-batches of a step.
     """
     output = np.where(stage.received + stage.sent > 0, stage.output, 0.0)
     return replace(
@@ -131,14 +149,13 @@ def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
 
 
 def offload_saved(stage: StageBytes) -> StageBytes:
-    """The bytes of a stage that keeps what it saves in the host's memory, as those of one that recomputes
-    always.
+    """Return the bytes of a stage that offloads saved tensors, as those of one that always recomputes.
 
     Autograd's hooks copy each storage to the host when it is saved, and back for the operation that needs it
-    (`runtimes/pipelining/stage.py`). So the device has, of a micro-batch in flight, the stage's input
-    (and its output, where the runtime keeps that), and what the loss saved, which runs outside of the hooks;
-    and of the one at work what one layer is handed, saves and works with, forward or backward. What it is
-    handed counts whole: that is there while it runs, and comes back where the layer saved it, too.
+    (`runtimes/pipelining/stage.py`). For a micro-batch in flight the device holds the stage's input (and its
+    output if the runtime keeps it) and what the loss saved, which runs outside of the hooks. For the
+    micro-batch at work it holds what one layer receives, saves and works with, forward or backward. The
+    layer's input counts whole: it exists while the layer runs, and comes back if the layer saved it.
     """
     return replace(
         stage,
@@ -151,27 +168,40 @@ def offload_saved(stage: StageBytes) -> StageBytes:
 
 Recompute = str
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
-"""Of a stage, besides `first_N` (see `first_layers`) and `OFFLOAD`; a plan whose stages differ is called
-by_stage."""
+"""Recomputation of a stage, in addition to `first_N` (see `first_layers_word`) and `OFFLOAD`.
+
+A plan whose stages differ is called by_stage.
+"""
 Moment = Literal["any", "passes", "step"]
-"""When a device holds most: while micro-batches pass, or while the optimizer steps."""
+"""Moment at which a device holds most: while micro-batches pass, or while the optimizer steps."""
 
 FRAGMENTATION_RESERVE = 0.05
-"""Share added to the sum of the other terms for what the caching allocator cannot use. Our choice."""
+"""Share of the sum of the other terms that the caching allocator cannot use. An assumption of pplan."""
 MEMORY_ERROR = 0.013
-"""Share by which the ledger of a transformer's configuration may be off. The worst error of the published
-B200 steps (`benchmarks/published_gpu.py`), rounded up: 1.11 % with each model predicted with the libraries'
-bytes of the other, and 1.27 % with the loss that is assumed where none is known. A configuration that exceeds
-a device's memory by no more than that is not refused."""
+"""Relative error of the ledger of a transformer's configuration.
+
+This is the largest error for the published B200 steps (`benchmarks/published_gpu.py`), rounded up: 1.11 %
+with each model predicted with the libraries' bytes of the other, and 1.27 % with the assumed loss if none is
+known. A configuration that exceeds a device's memory by no more than that is not refused.
+"""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the weights of a stage are trained. `replicas`: devices that add up their gradients.
+    """Training of a stage's weights.
 
-    `zero` spreads over them: in stage 1 the optimizer's state (with the master weights), in stage 2 the
-    gradients too, in stage 3 the parameters too; buffers stay whole. Rajbhandari et al., "ZeRO", SC 2020,
-    section 5 and figure 1. Raises UsageError for what cannot be.
+    ZeRO spreads over the replicas (Rajbhandari et al., "ZeRO", SC 2020, section 5 and figure 1). Stage 1
+    spreads the optimizer's state with the master weights, stage 2 also the gradients, stage 3 also the
+    parameters. Buffers stay whole.
+
+    Attributes:
+        optimizer: Name of the optimizer.
+        precision: Bytes of weights, gradients and master weights.
+        replicas: Number of devices that add up their gradients.
+        zero: ZeRO stage, 0 to 3.
+
+    Raises:
+        UsageError: A value is invalid.
     """
 
     optimizer: str = "sgd"
@@ -191,8 +221,7 @@ class Training:
             )
 
     def states(self, stage: StageBytes) -> dict[str, Amount]:
-        """Bytes of the weights (with buffers), the gradients, the master weights, where there are some, and
-        the optimizer's state on one replica."""
+        """Return the bytes of weights, buffers, gradients, master weights and optimizer state."""
         precision = self.precision
         state = self._optimizer.bytes_per_parameter(precision) - precision.master
         terms: dict[str, Amount] = {
@@ -204,10 +233,12 @@ class Training:
         return terms | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def step_temporaries(self, stage: StageBytes) -> Amount | None:
-        """Bytes that an optimizer's step needs besides, while it runs; None where it allocates nothing.
+        """Return the bytes that the optimizer's step allocates while it runs.
 
-        Of what it updates: the weights, or float32 masters, for which PyTorch's optimizers also need the
-        gradients in float32.
+        None if it allocates nothing.
+
+        The step updates the weights, or float32 master weights. For the latter PyTorch's optimizers also need
+        the gradients in float32.
         """
         optimizer, precision = self._optimizer, self.precision
         if not optimizer.has_temporaries(precision):
@@ -222,7 +253,15 @@ class Training:
         return self._spread(amount, 1)
 
     def versions(self, stage: StageBytes, number: float) -> Amount:
-        """Bytes of the weight versions besides the newest; a fraction is an average over layers."""
+        """Return the bytes of the weight versions in addition to the newest.
+
+        Args:
+            stage: Bytes of the stage.
+            number: Number of versions. A fraction is an average over layers.
+
+        Raises:
+            UsageError: `number` is below 1.
+        """
         if not number >= 1:
             raise UsageError(
                 f"weight versions {number:g}: must be at least 1", "Give 1 for the weights alone."
@@ -230,13 +269,13 @@ class Training:
         return self._spread(stage.parameters, 3) * (number - 1)
 
     def exchange_bytes(self, stage: StageBytes) -> Amount:
-        """Bytes of what the replicas exchange, on one of them.
+        """Return the bytes of the buffers for the exchange between replicas, on one of them.
 
-        DistributedDataParallel's buckets hold the gradients once more, but for those of copies of tied
-        weights. With ZeRO stage 1 gradients are reduced where they lie, after the last backward: what a
-        reduction needs besides comes when the activations are gone. From stage 2 on the gradients of two
-        neighbouring layers are whole at a time, with stage 3 the parameters too: of the layer at work and of
-        the next one.
+        DistributedDataParallel's buckets hold the gradients a second time, except those of copies of tied
+        weights. With ZeRO stage 1 gradients are reduced in place after the last backward. The reduction
+        allocates more only when the activations are gone. From stage 2 on the gradients of two neighbouring
+        layers are whole at a time, with stage 3 also the parameters: those of the layer at work and of the
+        next one.
         """
         if self.replicas == 1:
             return 0.0
@@ -252,7 +291,10 @@ class Training:
         return find_optimizer(self.optimizer)
 
     def _gradients(self, weights: Amount) -> Amount:
-        """Bytes of the gradients of so many bytes of weights; tables of stages are not copied in vain."""
+        """Return the gradient bytes for these bytes of weights.
+
+        Tables of stages are not copied if both are equal.
+        """
         precision = self.precision
         if precision.gradient == precision.weight:
             return weights
@@ -263,7 +305,7 @@ class Training:
 
 
 class LedgerOptions(TypedDict, total=False):
-    """Of `ledger`'s arguments those that most callers leave alone."""
+    """Arguments of `ledger` that most callers leave at their defaults."""
 
     weight_versions: float
     zero: int
@@ -287,26 +329,40 @@ def ledger(
     moment: Moment = "any",
     ahead: float = 0,
 ) -> dict[str, Amount]:
-    """Bytes by term; their sum is what the stage needs.
+    """Return the bytes of a stage by term. Their sum is the memory that the stage needs.
 
-    weights (with buffers), gradients, optimizer state, further weight versions, activations of the
-    micro-batches in flight (under recomputation: of the one being recomputed), their stage inputs (under
-    recomputation), communication (one micro-batch's activation and gradient at each cut; for replicas what
-    they exchange), workspace, the optimizer's step, and the reserve; and the context of the device,
-    where it has one.
-    The optimizer's temporaries come when activations and workspace are gone, but for those of micro-batches
-    that wait under an asynchronous schedule (one with several weight versions): its term is what they need
-    above them. `moment`: with "passes" without it, with "step" as they are then; both are lines of
-    `in_flight`, and the ledger is the larger.
-    `ahead`: micro-batches of a step whose buffers are there from its beginning (see `receive_ahead`); 0: of
-    none but the one at work.
-    `replicas`, `zero` and `precision` as of `Training`; `weight_versions` may be an average over layers.
-    One micro-batch is at work at a time, whatever is in flight, so that the workspace is there once.
-    GPipe runs the last micro-batch's backward first, so `except_last` keeps what `always` does but one stage
-    input: that of the last is among what it saves. Where backwards run in another order,
-    `device_ledger` counts. `OFFLOAD`: as of `offload_saved`.
+    The terms are: weights (with buffers), gradients, optimizer state, further weight versions, activations of
+    the micro-batches in flight (under recomputation: of the one being recomputed), their stage inputs (under
+    recomputation), communication (one micro-batch's activation and gradient at each cut, and the exchange
+    between replicas), workspace, the optimizer's step, the reserve, and the context of the device if it has
+    one.
 
-    Raises UsageError.
+    The optimizer's temporaries are allocated after activations and workspace are freed, except for
+    micro-batches that wait under an asynchronous schedule (one with several weight versions). Their term is
+    the part above the freed bytes.
+
+    One micro-batch is at work at a time, so the workspace counts once. GPipe runs the last micro-batch's
+    backward first, so `except_last` keeps what `always` does except one stage input: that of the last is
+    among its saved tensors. For other orders of the backwards use `device_ledger`. For `OFFLOAD` see
+    `offload_saved`.
+
+    Args:
+        stage: Bytes of the stage's layers.
+        in_flight: Micro-batches in flight.
+        recompute: One of `RECOMPUTES`, or `OFFLOAD`.
+        optimizer: See `Training`.
+        replicas: See `Training`.
+        weight_versions: Number of weight versions. May be an average over layers.
+        zero: See `Training`.
+        precision: See `Training`.
+        context_bytes: Bytes of the device's context.
+        moment: "passes" omits the optimizer's step, "step" gives the terms during it, "any" the larger. The
+            first two are linear in `in_flight`.
+        ahead: Micro-batches whose receive buffers exist from the beginning of a step (see `receive_ahead`). 0
+            for the one at work.
+
+    Raises:
+        UsageError: A value is invalid.
     """
     training = Training(optimizer, precision, replicas, zero)
     stage = receive_ahead(stage, ahead) if ahead else stage
@@ -320,8 +376,15 @@ def ledger(
 
 
 class Usage(NamedTuple):
-    """Bytes that come and go, as a device holds most of them; `waits`: of micro-batches that are in flight
-    while the optimizer steps; `pending`: gradients that a W needs, where there is one."""
+    """Temporary bytes at the moment when a device holds most of them.
+
+    Attributes:
+        activations: Bytes of saved activations.
+        stage_inputs: Bytes of stage inputs under recomputation.
+        workspace: Bytes of the workspace.
+        waits: Bytes of micro-batches that are in flight while the optimizer steps.
+        pending: Gradients that a W needs. None without W.
+    """
 
     activations: Amount
     stage_inputs: Amount
@@ -361,25 +424,28 @@ def _sum_terms(
 
 
 def with_reserve(terms: dict[str, Amount], context_bytes: float) -> dict[str, Amount]:
-    """The terms with the reserve and, where there is one, the context, which no allocator divides."""
+    """Return the terms with the reserve, and with the context if there is one.
+
+    The allocator does not manage the context.
+    """
     context: dict[str, Amount] = {"context": context_bytes} if context_bytes else {}
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context
 
 
 def total(terms: Mapping[str, Amount]) -> Any:
-    """Sum of a ledger's terms."""
+    """Return the sum of a ledger's terms."""
     return sum(terms.values())
 
 
 def _waiting(stage: StageBytes, in_flight: float, recompute: str) -> Amount:
-    """Of micro-batches that are in flight and not at work."""
+    """Return the bytes of micro-batches that are in flight and not at work."""
     return in_flight * (
         stage.saved + stage.saved_input if recompute == "never" else stage.input + stage.besides
     )
 
 
 def _activations(stage: StageBytes, in_flight: float, recompute: str) -> tuple[Amount, Amount]:
-    """Activations and stage inputs of the micro-batches in flight, and of the one at work."""
+    """Return the bytes of activations and of stage inputs, including the micro-batch at work."""
     whole = stage.saved + stage.saved_input
     _check_recompute(recompute)
     if recompute == "never":
@@ -394,27 +460,32 @@ def _check_recompute(recompute: str) -> None:
 
 
 class ActionBytes(NamedTuple):
-    """Bytes during each action of a device's list, each of shape (actions,): what comes and goes."""
+    """Temporary bytes during each action of a device's list. Each array has shape (actions,)."""
 
     activations: Floats
     stage_inputs: Floats
     pending_gradients: Floats
     workspace: Floats
     in_flight: Floats
-    """Number of micro-batches, by chunk, halves counted as whole ones."""
+    """Number of micro-batches, summed over chunks. Halves count as whole ones."""
 
     @property
     def bytes(self) -> Floats:
-        """All of it."""
+        """(actions,) sum of all temporary bytes."""
         return self.activations + self.stage_inputs + self.pending_gradients + self.workspace
 
 
 def micro_batches_by_action(program: Program, device: int, recompute: str = "never") -> tuple[Floats, Floats]:
-    """Count what a device holds during each of its actions, whatever the costs.
+    """Count the micro-batches that a device holds during each of its actions, regardless of the costs.
+
+    Args:
+        program: Program that the device runs.
+        device: Number of the device.
+        recompute: One of `RECOMPUTES`.
 
     Returns:
-        (actions, chunks, 2, 4): micro-batches by chunk, by whether they save all in forward, and by field of
-        `MicroBatchBytes`; and (actions,): micro-batches in flight, halves counted as whole ones.
+        (actions, chunks, 2, 4) micro-batches by chunk, by whether they save all in forward, and by field of
+        `MicroBatchBytes`; and (actions,) micro-batches in flight, where halves count as whole ones.
     """
     _check_recompute(recompute)
     actions = program.actions[device]
@@ -439,14 +510,16 @@ def micro_batches_by_action(program: Program, device: int, recompute: str = "nev
 def bytes_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
 ) -> ActionBytes:
-    """Count the bytes that a device holds during each action, besides what it holds throughout.
+    """Count the temporary bytes of a device during each of its actions.
 
-    Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
-    Arguments and errors as of `device_ledger`.
+    Counts of micro-batches are multiplied by bytes at the end, so counts are exact. Arguments and errors are
+    those of `device_ledger`.
     """
     counts, in_flight = micro_batches_by_action(program, device, recompute)
     sizes = np.array([micro_batch_bytes(chunk, program) for chunk in chunk_bytes])
-    activations, inputs, pending = (np.tensordot(counts, own, axes=3) for own in np.moveaxis(sizes, -1, 0))
+    activations, inputs, pending = (
+        np.tensordot(counts, amounts, axes=3) for amounts in np.moveaxis(sizes, -1, 0)
+    )
     split = {action[1:] for action in program.actions[device] if action.kind == "W"}
     workspace = [
         chunk_bytes[chunk].layer_workspace
@@ -469,22 +542,31 @@ def device_ledger(
     context_bytes: float = 0,
     ahead: bool = False,
 ) -> dict[str, float]:
-    """The ledger of one device of `program`: the terms of `ledger`, counted action by action.
-
-    `chunk_bytes`: of each of its chunks, at the size of a whole micro-batch of one replica. The replicas of
-    `training` are all devices that add up the same gradients: Chimera's other direction counts too.
-    `weight_versions`: of every chunk, or one value a chunk; `copies` of the weights as the schedule says.
+    """Return the ledger of one device of `program`: the terms of `ledger`, counted action by action.
 
     Weights, gradients, states and versions are those of all chunks, and of the copies that no pipe trains
-    (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
-    together, at the action at which their sum is largest; the optimizer's step as in `ledger`.
-    Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
-    `ahead`: of all chunks, whose bytes are those of `receive_ahead`.
-    Raises UsageError.
+    (AvgPipe's reference). Activations, stage inputs and workspace are those of the action at which their sum
+    is largest. The optimizer's step is that of `ledger`. Transfers are the largest received and the largest
+    sent tensor of a chunk, without those between chunks of the device.
+
+    Args:
+        program: Program of the pipeline.
+        device: Number of the device.
+        chunk_bytes: Bytes of each chunk at the size of a whole micro-batch of one replica.
+        training: Training of the weights. Its replicas are all devices that add up the same gradients,
+            including Chimera's other direction.
+        recompute: One of `RECOMPUTES`.
+        weight_versions: Weight versions of every chunk, or one value per chunk.
+        copies: Copies of the weights according to the schedule.
+        context_bytes: Bytes of the device's context.
+        ahead: Whether `chunk_bytes` are those of `receive_ahead`.
+
+    Raises:
+        UsageError: A value is invalid.
     """
     usage = bytes_by_action(program, device, chunk_bytes, recompute)
     peak = int(np.argmax(usage.bytes))
-    activations, stage_inputs, pending, workspace, in_flight = (float(own[peak]) for own in usage)
+    activations, stage_inputs, pending, workspace, in_flight = (float(amounts[peak]) for amounts in usage)
     waiting = activations if recompute == "never" else stage_inputs
     waits = waiting * (in_flight - 1) / in_flight if np.max(weight_versions) > 1 else 0.0
     terms = _sum_terms(
@@ -499,7 +581,7 @@ def device_ledger(
 
 
 class TermBytes(NamedTuple):
-    """Bytes of activations, of stage inputs and of pending gradients: floats, or tables of all stages."""
+    """Bytes of activations, stage inputs and pending gradients: floats, or tables of all stages."""
 
     activations: Any
     inputs: Any = 0.0
@@ -507,17 +589,23 @@ class TermBytes(NamedTuple):
 
 
 class MicroBatchBytes(NamedTuple):
-    """Of a whole micro-batch on a chunk: what it holds from its F on; what its B adds as it begins; and,
-    where the backward is in two parts, what the first adds then, and at its end."""
+    """Bytes of a whole micro-batch on a chunk.
+
+    Attributes:
+        forward: Bytes held from its F on.
+        backward: Bytes added at the start of its B.
+        first_part: Bytes added at the start of a B with a separate W.
+        after_first_part: Bytes added at the end of a B with a separate W.
+    """
 
     forward: TermBytes
     backward: TermBytes
     first_part: TermBytes = TermBytes(0.0)
-    behind_first_part: TermBytes = TermBytes(0.0)
+    after_first_part: TermBytes = TermBytes(0.0)
 
 
 def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
-    """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
+    """Return the bytes of a micro-batch that recomputes, and of one that saves all in forward."""
     saved, besides = stage.saved + stage.saved_input, stage.besides
     if not program.splits_backward:
         recomputing = MicroBatchBytes(TermBytes(besides, stage.input), TermBytes(saved))
@@ -531,7 +619,7 @@ def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBy
 
 
 def _merge_chunks(chunks: Sequence[StageBytes]) -> StageBytes:
-    """All chunks of a device in one, as far as the terms of the weights read it."""
+    """Merge all chunks of a device into one. Only the terms of the weights are valid."""
     parts = [float(chunk.parameters if chunk.gathered is None else chunk.gathered) for chunk in chunks]
     return replace(
         chunks[0],
@@ -551,21 +639,23 @@ def _versions(
     versions: float | Sequence[float],
     copies: int,
 ) -> Amount:
-    """Weight versions besides the newest, and copies of the weights besides those of the pipes."""
+    """Return the bytes of older weight versions, and of copies of the weights that no pipe trains."""
     each = [float(versions)] * len(chunks) if isinstance(versions, (int, float)) else list(versions)
     if len(each) != len(chunks):
         raise UsageError(
             f"weight_versions: {len(each)} values for {len(chunks)} chunks",
             "Give one value, or one for each chunk.",
         )
-    older = sum(training.versions(chunk, own) for chunk, own in zip(chunks, each, strict=True))
+    older = sum(training.versions(chunk, number) for chunk, number in zip(chunks, each, strict=True))
     pipes = len(program.pipes)
     return older + _merge_chunks(chunks).parameters / pipes * max(copies - pipes, 0)
 
 
 def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahead: bool) -> float:
-    """The largest tensor that comes from the device before, and the largest that goes to the one after; with
-    a backward in two parts PyTorch's buffers (see above), those of every chunk and micro-batch."""
+    """Return the bytes of the largest tensors that a device receives and sends between its neighbours.
+
+    With a backward in two parts these are PyTorch's buffers of every chunk and micro-batch (see the module).
+    """
     if program.splits_backward:
         shares = sum(program.share(micro_batch) for micro_batch in range(program.micro_batches))
         return shares * sum(float(2 * chunk.received + chunk.sent) for chunk in chunks)
@@ -582,8 +672,10 @@ def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahea
 
 
 def round_ledger(terms: Mapping[str, float]) -> dict[str, int]:
-    """A ledger's terms in whole bytes, each less than a byte off. Their sum is that of the terms, rounded
-    up: the least whole memory that they fit into."""
+    """Round the terms of a ledger to whole bytes, each by less than a byte.
+
+    Their sum is that of the terms, rounded up: the fewest whole bytes that hold them.
+    """
     whole = {name: floor(amount) for name, amount in terms.items()}
     lacking = ceil(sum(terms.values())) - sum(whole.values())
     for name in sorted(terms, key=lambda name: whole[name] - terms[name])[:lacking]:
@@ -595,7 +687,7 @@ _WORD = re.compile(r"first_([1-9]\d{0,6})")
 
 
 def first_layers_word(count: int) -> str:
-    """The word for a stage that runs so many of its first layers again.
+    """Return the word for a stage that recomputes its first `count` layers.
 
     >>> first_layers_word(3)
     'first_3'
@@ -604,7 +696,7 @@ def first_layers_word(count: int) -> str:
 
 
 def count_first_layers(word: str) -> int | None:
-    """How many of its first layers a stage of such a word runs again; None of every other word.
+    """Return how many first layers a stage with this word recomputes, or None for other words.
 
     >>> count_first_layers("first_3"), count_first_layers("always")
     (3, None)
@@ -614,15 +706,23 @@ def count_first_layers(word: str) -> int | None:
 
 
 def check_stage_word(word: str, words: Collection[str], unit: str = "layers") -> str:
-    """Return the word if it is one of these, or `first_N`. Raises ValueError."""
+    """Return the word if it is one of `words` or `first_N`.
+
+    Args:
+        word: Word to check.
+        words: Allowed words.
+        unit: Unit of N for the message.
+
+    Raises:
+        ValueError: The word is not allowed.
+    """
     if word not in words and count_first_layers(word) is None:
         raise ValueError(f"must be one of {', '.join(words)}, or first_N for the first N {unit} of the stage")
     return word
 
 
 def whole_word(word: str) -> str:
-    """The word as the ledger takes it, for which a stage of `recompute_first` recomputes always, and so does
-    one of `offload_saved`.
+    """Return the word for the ledger: "always" for the bytes of `recompute_first` and `offload_saved`.
 
     >>> whole_word("first_3"), whole_word("never"), whole_word("offload")
     ('always', 'never', 'always')
@@ -631,8 +731,7 @@ def whole_word(word: str) -> str:
 
 
 def repeat_word(word: str) -> str:
-    """The word as the seconds take it: what is run again, of some layers or of all; what comes back from the
-    host is not.
+    """Return the word for the seconds: whether some layers are recomputed. Offloading recomputes nothing.
 
     >>> repeat_word("first_3"), repeat_word("offload")
     ('always', 'never')
@@ -641,7 +740,7 @@ def repeat_word(word: str) -> str:
 
 
 def recompute_kind(word: str) -> str:
-    """The word without its number of layers, as runtimes know it.
+    """Return the word without its number of layers, as runtimes name it.
 
     >>> recompute_kind("first_3"), recompute_kind("always")
     ('first_layers', 'always')
@@ -650,7 +749,7 @@ def recompute_kind(word: str) -> str:
 
 
 def recompute_kinds(words: Sequence[str]) -> set[str]:
-    """The kinds of several words.
+    """Return the kinds of several words.
 
     >>> sorted(recompute_kinds(["first_3", "never", "first_1"]))
     ['first_layers', 'never']
@@ -659,12 +758,16 @@ def recompute_kinds(words: Sequence[str]) -> set[str]:
 
 
 def recompute_first(stage: StageBytes, first: StageBytes, rest: StageBytes) -> StageBytes:
-    """The bytes of a stage that runs its `first` layers again and keeps what the `rest` saves, as those of a
-    stage that recomputes always.
+    """Return the bytes of a stage that recomputes its first layers, as those of one that always recomputes.
 
-    In flight it holds its input and what the rest saves. The micro-batch at work needs the workspace of the
-    rest on top of that, or, when the rest is done, what the first layers save and their workspace in place of
-    what the rest saved: the larger of both.
+    In flight it holds its input and what the rest saves. The micro-batch at work also needs the workspace of
+    the rest. When the rest is done it needs what the first layers save and their workspace instead of what
+    the rest saved. The larger of both counts.
+
+    Args:
+        stage: Bytes of the whole stage.
+        first: Bytes of the layers that are recomputed.
+        rest: Bytes of the other layers.
     """
     again, besides = first.saved + first.saved_input, rest.saved + rest.saved_input
     more = np.maximum(again - besides, 0.0)

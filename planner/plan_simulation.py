@@ -117,7 +117,7 @@ def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> Device
     chunks = [micro_batch_bytes(chunk, assembly.program)[saves] for chunk in assembly.chunk_bytes(device)]
     in_flight = tuple(sum(chunk.forward) for chunk in chunks)
     # What the micro-batch at work recomputes in B is counted all the time.
-    parts = tuple((sum(chunk.first_part), sum(chunk.behind_first_part)) for chunk in chunks)
+    parts = tuple((sum(chunk.first_part), sum(chunk.after_first_part)) for chunk in chunks)
     most = max(level for _, level in timeline.memory_over_time(device, 0.0, in_flight, parts))
     limit = assembly.smallest_device(device).memory_bytes
     return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit, parts)
