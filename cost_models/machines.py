@@ -2,25 +2,20 @@
 
 The figures are in `machines.toml`, each with its source.
 
-Memory is what the driver reports as usable, which is less than the name says and differs a little between
-drivers: of the reports found, the smallest for the whole, unpartitioned device without optional ECC.
-
-Bandwidth is one direction between two GPUs. Data sheets add both directions, and often all the links of a
-GPU: each source says how the figure follows. Latencies are assumptions of ours, since no vendor states them;
-give `latency` where they were measured.
-
-A context is what a process takes of a device before its first tensor: the driver's own and the kernels that
-are loaded at once. It differs with the driver, and grows as further kernels are loaded. PyTorch's workspaces
-of cuBLAS are counted on Hopper alone: elsewhere they are 8 MiB each, within what is not known of a context.
-
-A machine is one that people own or rent: a number of GPUs of a preset, the link inside, and the network
-between machines of its kind. Where a machine has fewer network adapters than GPUs, neighbours share one.
-
-What a GPU can do at most, for estimates without one: FLOP/s, memory bandwidth, launches.
-
-Those of the presets' GPUs stand here. Peaks are those of dense matrix products; data sheets of NVIDIA often
-give those of sparse ones, twice as many. Of half precision they are those that add up in float32, as torch
-does.
+- Memory is what the driver reports as usable. It is less than the nominal size and differs a little between
+  drivers. The figure is the smallest report found for the whole, unpartitioned device without optional ECC.
+- Bandwidth is one direction between two GPUs. Data sheets add both directions, and often all links of a GPU.
+  Each source says how the figure follows.
+- Latencies are assumptions, because no vendor states them. Give `latency` if you have measured it.
+- A context is the memory that a process takes on a device before its first tensor: the driver's and that of
+  the kernels that are loaded at once. It differs with the driver and grows as further kernels are loaded.
+  PyTorch's cuBLAS workspaces are counted on Hopper only. Elsewhere they are 8 MiB each, within the
+  uncertainty of a context.
+- A machine is one that people own or rent: a number of GPUs of a preset, the link inside, and the network
+  between machines of its kind. If a machine has fewer network adapters than GPUs, neighbours share one.
+- Rooflines hold the peak FLOP/s, memory bandwidth and launch times of the presets' GPUs, for estimates
+  without a GPU. Peaks are those of dense matrix products. NVIDIA's data sheets often give those of sparse
+  ones, twice as many. Peaks of half precision accumulate in float32, as torch does.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ from .text_files import parse_toml
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it is from; a source that begins with `assumption` is a choice of ours."""
+    """Number with its source. A source that begins with `assumption` is a choice of pplan."""
 
     value: float
     source: str
@@ -50,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PresetLink:
-    """A kind of link, one direction: bytes per second and seconds."""
+    """Kind of link in one direction, with bandwidth in bytes per second and latency in seconds."""
 
     name: str
     bandwidth: Figure
@@ -59,10 +54,18 @@ class PresetLink:
 
 @dataclass(frozen=True)
 class Preset:
-    """A GPU as `gpu` names it, with the links `inside` a usual server of it and `between` such servers.
+    """GPU that `gpu` names.
 
-    `device_names` is a pattern for the whole name that the driver gives the device. `context_bytes` are those
-    of one process on it.
+    Attributes:
+        name: Name of the preset.
+        title: Name for messages.
+        device_names: Regular expression for the driver's full name of the device.
+        memory_bytes: Usable memory in bytes.
+        gpus_per_node: GPUs of a usual server.
+        inside: Links inside a usual server.
+        between: Links between usual servers.
+        context_bytes: Bytes of the context of one process.
+        host_link: Link to the host.
     """
 
     name: str
@@ -106,8 +109,15 @@ PRESETS = {
 
 
 def find_preset(name: str, called: str = "") -> Preset:
-    """The preset of that name; case, spaces, dashes and underscores do not matter. Raises UsageError, which
-    calls it as a file does; else by the field `gpu`."""
+    """Return the preset of this name. Case, spaces, dashes and underscores do not matter.
+
+    Args:
+        name: Name of the preset.
+        called: Name of the value in a file. Without one the message names the field `gpu`.
+
+    Raises:
+        UsageError: There is no such preset.
+    """
     preset = _PRESETS_BY_KEY.get(name_key(name))
     if preset is not None:
         return preset
@@ -119,7 +129,7 @@ def find_preset(name: str, called: str = "") -> Preset:
 
 
 def match_device(device_name: str) -> Preset | None:
-    """The preset of the GPU that the driver calls `device_name`, if there is one for exactly that model."""
+    """Return the preset of the GPU that the driver calls `device_name`, or None for other models."""
     for preset in PRESETS.values():
         if re.fullmatch(preset.device_names, device_name.strip(), re.IGNORECASE):
             return preset
@@ -128,13 +138,16 @@ def match_device(device_name: str) -> Preset | None:
 
 @lru_cache(maxsize=256)  # every ledger asks for its device's
 def device_preset(device_name: str) -> Preset | None:
-    """The preset with that title, or of the GPU that the driver calls so; None for one without, as a CPU."""
+    """Return the preset with this title or of the GPU with this driver name.
+
+    None for others, such as a CPU.
+    """
     titled = (preset for preset in PRESETS.values() if preset.title == device_name)
     return next(titled, None) or match_device(device_name)
 
 
 def same_device(a: str, b: str) -> bool:
-    """Whether both names are of one kind of device, be it a preset's title or a name of its driver."""
+    """Return whether both names, preset titles or driver names, belong to one kind of device."""
     one, other = device_preset(a), device_preset(b)
     return a == b or (one is not None and one == other)
 
@@ -143,24 +156,23 @@ _GPU_WORDS = re.compile(r"\b(GPU|NVIDIA|GeForce|Tesla|Quadro|RTX|Radeon|Instinct
 
 
 def is_gpu(device_name: str) -> bool:
-    """Whether the name is a preset's, or holds a word that names of GPUs hold."""
+    """Return whether the name is that of a preset or holds a word that is typical for GPUs."""
     return device_preset(device_name) is not None or _GPU_WORDS.search(device_name) is not None
 
 
 def device_context(device_name: str) -> Figure | None:
-    """What a process's context takes of a device with a preset's title or a name of its driver; None for one
-    without preset, as a CPU."""
+    """Return the context bytes of a device by preset title or driver name. None without a preset."""
     preset = device_preset(device_name)
     return None if preset is None else preset.context_bytes
 
 
 def name_key(name: str) -> str:
-    """What is compared of a name: case, spaces, dashes and underscores do not matter."""
+    """Return the name without case, spaces, dashes and underscores, for comparison."""
     return re.sub(r"[\s_-]+", "", name.lower())
 
 
 def _guess(name: str, catalogue: Mapping[str, Preset | Machine]) -> str:
-    """Ask for the names that begin so, or for the nearest one."""
+    """Ask whether the user meant the names that begin with `name`, or the most similar one."""
     key = name_key(name)
     begun = [other for other in catalogue if key and other.startswith(key)]
     near = begun or difflib.get_close_matches(key, catalogue, n=1, cutoff=0.5)
@@ -173,9 +185,17 @@ _PRESETS_BY_KEY = {name_key(name): preset for name, preset in PRESETS.items()}
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine: `gpus` devices of the preset `gpu`, and the links `inside` it and `between` two.
+    """Kind of machine.
 
-    `gpus_per_adapter` GPUs share the bandwidth of `between`. `aliases` are other names for it.
+    Attributes:
+        name: Name of the machine.
+        title: Name for messages.
+        gpu: Preset of its GPUs.
+        gpus: Number of GPUs.
+        inside: Link between its GPUs.
+        between: Link between two machines.
+        gpus_per_adapter: GPUs that share the bandwidth of `between`.
+        aliases: Other names.
     """
 
     name: str
@@ -189,13 +209,17 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine | None:
-    """The machine of that name, if there is one; case, spaces, dashes and underscores do not matter."""
+    """Return the machine of this name, or None. Case, spaces, dashes and underscores do not matter."""
     return _BY_KEY.get(name_key(name))
 
 
 def unknown_machine(name: str, called: str = "") -> UsageError:
-    """The refusal of a name that is none, with the nearest that are. It is `called` as a file or an argument
-    does; else by the field `topology`."""
+    """Return the error for an unknown machine, with similar names.
+
+    Args:
+        name: Unknown name.
+        called: Name of the value in a file or argument. Without one the message names the field `topology`.
+    """
     what = f"{called} {name}" if called else f"topology={name!r}"
     gpu = _PRESETS_BY_KEY.get(name_key(name))
     if gpu is not None:
@@ -237,18 +261,25 @@ HOST_LAUNCH = Figure(
 
 PRODUCT_SHARE = Figure(0.6, "assumption: 60 % of the FLOP/s, where no table of kernels was published")
 ATTENTION_SHARE, MEMORY_SHARE = 0.5, 0.7
-"""Of the FLOP/s and of the bandwidth: what attention and passes over memory are assumed to reach where no
-kernels were measured. benchmarks/published_tables.py compares with published steps."""
+"""Share of the FLOP/s for attention, and of the bandwidth for memory passes, if no kernels were measured.
+
+Both are assumptions. benchmarks/published_tables.py compares with published steps.
+"""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A GPU's limits.
+    """Limits of a GPU.
 
-    `device_name`: as its driver names it, so that a plan finds its memory and links. `peaks`: FLOP/s by
-    dtype, and `tf32`. `bandwidth`: bytes per second of its memory. `product_share`: of the FLOP/s, what
-    products of a transformer in bfloat16 reach in a training loop. `launch`: seconds from one kernel to
-    the next on the device. `host_launch`: of the host, which runs ahead, for each operation of forward.
+    Attributes:
+        name: Name of the preset.
+        device_name: Driver's name, with which a plan finds memory and links.
+        memory_bytes: Memory in bytes.
+        peaks: Peak FLOP/s by dtype, and for `tf32`.
+        bandwidth: Bytes per second of its memory.
+        product_share: Share of the peak that a transformer's bfloat16 products reach in a training loop.
+        launch: Seconds from one kernel to the next on the device.
+        host_launch: Host seconds per operation of forward. The host runs ahead.
     """
 
     name: str
@@ -262,11 +293,15 @@ class Roofline:
 
     @property
     def has_flash_attention(self) -> bool:
-        """Of compute capability 8.0, from which on there are flash attention and bfloat16."""
+        """Whether compute capability is 8.0 or higher, as flash attention and bfloat16 need."""
         return "bfloat16" in self.peaks
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s. Raises UsageError where there is no figure."""
+        """Return the peak FLOP/s of a dtype.
+
+        Raises:
+            UsageError: There is no figure for the dtype.
+        """
         if dtype not in self.peaks:
             raise UsageError(
                 f"analytic:{self.name}: there is no figure of its FLOP/s in {dtype}",
@@ -277,7 +312,11 @@ class Roofline:
 
 
 def find_roofline(name: str) -> Roofline:
-    """Of the preset of that name, spelled as `find_preset` allows. Raises UsageError."""
+    """Return the roofline of the preset of this name, spelled as `find_preset` allows.
+
+    Raises:
+        UsageError: There is no such preset, or it has no peak FLOP/s.
+    """
     hint = (
         f"There are those of {', '.join(ROOFLINES)}. For another GPU write its figures into a file: "
         "device='analytic:my.toml'"
@@ -315,15 +354,19 @@ HOST_SHARE = Figure(
 
 
 def host_bandwidth(device_name: str) -> float | None:
-    """Bytes per second of copies between the memory of that GPU and its host's, in either direction; None
-    where it is not known. An assumption: the GPU's PCIe generation, and `HOST_SHARE` of it."""
+    """Return the bytes per second of copies between a GPU and its host in one direction, or None if unknown.
+
+    This is an assumption: `HOST_SHARE` of the GPU's PCIe generation.
+    """
     preset = device_preset(device_name)
     return None if preset is None else HOST_SHARE.value * preset.host_link.bandwidth.value
 
 
 def memory_bandwidth(device_name: str) -> float | None:
-    """Peak bytes per second of the memory of the GPU with a preset's title or a name of its driver; None
-    where it is not known."""
+    """Return the peak memory bandwidth in bytes per second of a GPU by preset title or driver name.
+
+    None if unknown.
+    """
     preset = device_preset(device_name)
     roofline = None if preset is None else ROOFLINES.get(preset.name)
     return None if roofline is None else roofline.bandwidth.value
@@ -347,7 +390,7 @@ def _latency(name: str, value: Any) -> Sequence[float] | None:
 
 @options_class
 class DeviceCount(Options):
-    """Number of devices; None: that of the topology."""
+    """Number of devices. None for that of the topology."""
 
     gpus: int | None = _machine(
         None,
@@ -360,10 +403,13 @@ class DeviceCount(Options):
 
 @options_class
 class DeviceOptions(Options):
-    """Devices and their links; None: as in `topology`, else as profiled. Raises UsageError.
+    """Devices and their links. None for those of `topology`, else as profiled.
 
-    `bandwidth` (bytes per second) and `latency` (seconds) hold one value inside a node and, where given, a
-    second between nodes; `topology` is a machine's name or a TOML file.
+    `bandwidth` (bytes per second) and `latency` (seconds) hold one value inside a node and optionally a
+    second between nodes. `topology` is a machine's name or a TOML file.
+
+    Raises:
+        UsageError: A value is invalid.
     """
 
     gpus_per_node: int | None = _machine(None, arguments.optional_whole, "N", "GPUs in one server.", least=1)
@@ -399,7 +445,7 @@ class DeviceOptions(Options):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What they say beside the number of devices and the topology, as `make_topology` takes it."""
+        """Arguments of `make_topology` other than the number of devices and the topology."""
         return {
             "gpus_per_node": self.gpus_per_node,
             "gpu": self.gpu,
@@ -410,10 +456,10 @@ class DeviceOptions(Options):
 
     @property
     def folder(self) -> Path:
-        """Where the files that the topology names are."""
+        """Folder of the files that the topology names."""
         return Path() if self.topology is None else self.topology.parent
 
 
 @options_class
 class MachineOptions(DeviceOptions, DeviceCount):
-    """The machine: devices, their number and their links."""
+    """Machine: devices, their number and their links."""

@@ -1,4 +1,4 @@
-"""An action of a device, a program of actions, what a schedule has to say of itself, and its checks."""
+"""Actions of a device, programs of actions, properties of a schedule, and their checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ Number = TypeVar("Number", int, float)
 
 
 class Action(NamedTuple):
-    """What a device does with one micro-batch (0-based) on one of its chunks.
+    """Action of a device on one micro-batch.
 
-    F: forward. B: the gradient of the input, and of the weights too unless a W of the same micro-batch and
-    chunk stands in the list. W: the gradient of the weights. `chunk` is the stage among the device's own.
+    Attributes:
+        kind: "F" for forward. "B" for the gradient of the input, and of the weights if there is no W of the
+            same micro-batch and chunk. "W" for the gradient of the weights.
+        micro_batch: Number of the micro-batch, from 0.
+        chunk: Number of the chunk among those of the device, from 0.
     """
 
     kind: Kind
@@ -29,7 +32,7 @@ class Action(NamedTuple):
 
 
 class StageSlot(NamedTuple):
-    """Where a part of the layers is computed: a device and a chunk of it."""
+    """Place where a part of the layers is computed: a device and one of its chunks."""
 
     device: int
     chunk: int = 0
@@ -37,13 +40,16 @@ class StageSlot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What runs where, for given numbers of devices and micro-batches. Compared by identity: it is large.
+    """Actions of every device for given numbers of devices and micro-batches. Compared by identity.
 
-    `actions`: each device's list. `pipes`: the places that a micro-batch goes through, in order; the layers
-    are cut into as many parts as a pipe has places, and its k-th place computes the k-th part. `pipe_of`: the
-    pipe of each micro-batch. `shares`: the part of a micro-batch that each entry is (None: all are whole).
-    `update_every`: micro-batches after whose last backward a device updates its weights at once, beside what
-    goes on (asynchronous schedules); None: one update, at the end.
+    Attributes:
+        actions: Actions of each device, in order.
+        pipes: Places through which a micro-batch passes, in order. The layers are cut into as many parts as a
+            pipe has places. The k-th place computes the k-th part.
+        pipe_of: Pipe of each micro-batch.
+        shares: Size of each entry relative to a whole micro-batch. None if all are whole.
+        update_every: Micro-batches per update. An asynchronous device updates its weights after their last
+            backward while the pipeline goes on. None for one update at the end.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -52,58 +58,58 @@ class Program:
     shares: tuple[float, ...] | None = None
     update_every: int | None = None
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """What others have worked out of this program, kept as long as it is."""
+    """Results that other modules derived from this program, cached for its lifetime."""
 
     @property
     def devices(self) -> int:
-        """Devices of the pipeline."""
+        """Number of devices of the pipeline."""
         return len(self.actions)
 
     @property
     def micro_batches(self) -> int:
-        """Entries that go through a pipe."""
+        """Number of entries that go through a pipe."""
         return len(self.pipe_of)
 
     @cached_property
     def parts_by_slot(self) -> dict[StageSlot, int]:
-        """The part of the layers that each place computes."""
+        """Part of the layers that each place computes."""
         return {slot: part for pipe in self.pipes for part, slot in enumerate(pipe)}
 
     @property
     def slots(self) -> int:
-        """Parts that the layers are cut into."""
+        """Number of parts into which the layers are cut."""
         return len(self.pipes[0])
 
     @cached_property
     def parts(self) -> float:
-        """Parts that make up the layers of a device, were they spread evenly over the devices of a pipe."""
+        """Number of parts per device if they were spread evenly over the devices of a pipe."""
         return self.slots / len({place.device for place in self.pipes[0]})
 
     @cached_property
     def chunks(self) -> int:
-        """Most chunks of a device."""
+        """Largest number of chunks of a device."""
         return 1 + max((place.chunk for pipe in self.pipes for place in pipe), default=0)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are actions of their own."""
-        return any(action.kind == "W" for own in self.actions for action in own)
+        """Whether some weight gradients are separate actions."""
+        return any(action.kind == "W" for actions in self.actions for action in actions)
 
     def share(self, micro_batch: int) -> float:
-        """The part of a micro-batch that this entry is."""
+        """Return the size of an entry relative to a whole micro-batch."""
         return 1.0 if self.shares is None else self.shares[micro_batch]
 
     def in_flight(self, device: int) -> Iterator[float]:
-        """Micro-batches in flight on a device as it starts each of its actions.
+        """Yield the number of micro-batches in flight on a device at the start of each of its actions.
 
-        One is in flight from the start of its F to the end of its W, or of its B where it has no W. Of a
-        part of the device's layers counts what the part is of them: a chunk of v counts 1/v, and of whole
-        copies of a stage (Chimera) each counts in full.
+        A micro-batch is in flight from the start of its F to the end of its W, or of its B if it has no W. A
+        chunk counts as its share of the device's layers: one of v chunks counts 1/v. Whole copies of a stage
+        (Chimera) each count in full.
         """
-        own, level = self.actions[device], 0.0
-        split = {action[1:] for action in own if action.kind == "W"}
-        last_of = ["W" if action[1:] in split else "B" for action in own]
-        for action, last in zip(own, last_of, strict=True):
+        actions, level = self.actions[device], 0.0
+        split = {action[1:] for action in actions if action.kind == "W"}
+        last_of = ["W" if action[1:] in split else "B" for action in actions]
+        for action, last in zip(actions, last_of, strict=True):
             share = self.share(action.micro_batch)
             level += share if action.kind == "F" else 0.0
             yield level / self.parts
@@ -111,18 +117,18 @@ class Program:
 
 
 def list_unshards(actions: Sequence[Action], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """List the gathers of weights that are sharded over replicas, of a device with several chunks.
+    """Return the gathers of weights that are sharded over replicas, of a device with several chunks.
 
-    As torch's looped schedules place them (torch 2.14, `distributed/pipelining/schedules.py`,
-    `_add_unshard_reshard`): when an action begins, the weights of the chunks that the next actions are of are
-    gathered, `most` at a time, and those of all others are resharded.
+    The gathers are those of torch's looped schedules (torch 2.14, `distributed/pipelining/schedules.py`,
+    `_add_unshard_reshard`): when an action begins, the weights of the chunks of the next actions are
+    gathered, `most` at a time, and those of all other chunks are resharded.
 
     Args:
-        actions: The device's list.
+        actions: Actions of the device.
         most: Most chunks that are gathered at a time.
 
     Returns:
-        By action, the chunks that are gathered as it begins, and all that are gathered then.
+        By action, the chunks that are gathered at its start, and all that are gathered then.
     """
     upcoming: list[int] = []
     windows: list[tuple[int, ...]] = []
@@ -137,10 +143,17 @@ def list_unshards(actions: Sequence[Action], most: int) -> list[tuple[tuple[int,
 
 
 def linear_program(actions: list[list[Action]], *, update_every: int | None = None) -> Program:
-    """The program of lists without chunks: every micro-batch goes through the devices in order."""
-    micro_batches = 1 + max((action.micro_batch for own in actions for action in own), default=-1)
+    """Return the program of lists without chunks: every micro-batch passes through the devices in order.
+
+    Args:
+        actions: Actions of each device.
+        update_every: Micro-batches per update. None for one update at the end.
+    """
+    micro_batches = 1 + max(
+        (action.micro_batch for device_actions in actions for action in device_actions), default=-1
+    )
     return Program(
-        tuple(tuple(own) for own in actions),
+        tuple(tuple(device_actions) for device_actions in actions),
         (tuple(StageSlot(device) for device in range(len(actions))),),
         (0,) * micro_batches,
         update_every=update_every,
@@ -148,7 +161,7 @@ def linear_program(actions: list[list[Action]], *, update_every: int | None = No
 
 
 def same_on_every_stage(value: Number) -> Callable[[int, int, int], Number]:
-    """A figure of a schedule that is the same on every stage, whatever the numbers."""
+    """Return a function of stage, stages and micro-batches that always gives `value`."""
     return lambda stage, stages, micro_batches: value  # noqa: ARG005 - called as those that differ
 
 
@@ -157,19 +170,31 @@ _ONE_VERSION, _NONE_STALE = same_on_every_stage(1), same_on_every_stage(0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. `build(stages, micro_batches)` makes its program, or `build(stages, micro_batches,
-    virtual_stages)` with `any_virtual_stages`; it checks what is special to it, `program` what all have in
-    common.
+    """Schedule with its properties.
 
-    `source`: the paper. `needs`: what a runtime must be able to do, in words. `copies`: weights that a device
-    holds. `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
-    through in a row without a flush. `trains_one_model`: whether the copies have the same weights.
-    `splits_backward`: whether some weight gradients are actions of their own. `weight_versions` and
-    `staleness` (in updates) take stage, stages, micro-batches; `chunk_versions`: by chunk, where they differ.
-    `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it. `bubble` and
-    `in_flight_formula`, to be read: the idle share of the longest span of a stage, from its first to its last
-    action, of equal stages without transfers, and the micro-batches that stage i of p (0-based) holds, of m
-    micro-batches and v virtual stages; F, B, W are seconds.
+    Attributes:
+        name: Name of the schedule.
+        build: Function that returns the program for (stages, micro_batches), or for (stages, micro_batches,
+            virtual_stages) with `any_virtual_stages`. It checks what is special to the schedule. `program`
+            checks the rest.
+        source: Paper.
+        needs: Requirements on a runtime, as text.
+        bubble: Idle share of the longest span of a stage from its first to its last action, as text. It holds
+            for p equal stages without transfers, m micro-batches and v virtual stages. F, B and W are
+            seconds.
+        in_flight_formula: Micro-batches that stage i (0-based) holds, as text.
+        synchronous: Whether a step uses one version of the weights. Otherwise micro-batches follow each other
+            without a flush.
+        trains_one_model: Whether all copies have the same weights.
+        splits_backward: Whether some weight gradients are separate actions.
+        copies: Copies of the weights that a device holds.
+        default_virtual_stages: Chunks per device if none are requested.
+        any_virtual_stages: Whether any number of chunks per device is possible.
+        weight_versions: Function from stage, stages and micro-batches to the number of weight versions.
+        chunk_versions: Weight versions by chunk, if chunks differ.
+        staleness: Function from stage, stages and micro-batches to the staleness in updates.
+        closed_in_flight: Function from stage, stages and micro-batches to the most micro-batches that the
+            stage holds. None without a formula.
     """
 
     name: str
@@ -190,7 +215,11 @@ class Schedule:
     closed_in_flight: Callable[[int, int, int], int] | None = None
 
     def program(self, stages: int, micro_batches: int, virtual_stages: int | None = None) -> Program:
-        """What runs where. Raises UsageError, with the argument, for numbers the schedule cannot run."""
+        """Return the program for given numbers of stages, micro-batches and chunks per device.
+
+        Raises:
+            UsageError: The schedule cannot run these numbers.
+        """
         chunks = self.default_virtual_stages if virtual_stages is None else virtual_stages
         counts = (("stages", stages), ("micro-batches", micro_batches), ("virtual stages", chunks))
         for argument, value in counts:
@@ -207,18 +236,28 @@ class Schedule:
         return self.build(stages, micro_batches)
 
     def actions(self, stages: int, micro_batches: int) -> list[list[Action]]:
-        """Each stage's actions in order."""
-        return [list(own) for own in self.program(stages, micro_batches).actions]
+        """Return the actions of each stage, in order."""
+        return [list(stage_actions) for stage_actions in self.program(stages, micro_batches).actions]
 
     def in_flight(self, stage: int, stages: int, micro_batches: int) -> float:
-        """The most micro-batches that `stage` (0-based) holds at a time."""
+        """Return the most micro-batches that `stage` (0-based) holds at a time."""
         if self.closed_in_flight is not None:
             return self.closed_in_flight(stage, stages, micro_batches)
         return max(self.program(stages, micro_batches).in_flight(stage))
 
 
 def check_multiple(name: str, micro_batches: int, unit: int, of: str) -> None:
-    """Raises UsageError unless the micro-batches of schedule `name` are a multiple of `unit`, named `of`."""
+    """Check that the number of micro-batches is a multiple of `unit`.
+
+    Args:
+        name: Name of the schedule.
+        micro_batches: Number of micro-batches.
+        unit: Divisor.
+        of: Description of the divisor for the message.
+
+    Raises:
+        UsageError: The number is not a multiple.
+    """
     if micro_batches % unit:
         below = micro_batches - micro_batches % unit
         nearest = f"{below} or {below + unit}" if below else f"{unit}"
@@ -228,6 +267,17 @@ def check_multiple(name: str, micro_batches: int, unit: int, of: str) -> None:
 
 
 def check_at_least(name: str, argument: str, value: int, least: int, why: str) -> None:
-    """Raises UsageError where `value` of `argument` is below `least`."""
+    """Check that an argument of a schedule is at least `least`.
+
+    Args:
+        name: Name of the schedule.
+        argument: Name of the argument for the message.
+        value: Value of the argument.
+        least: Smallest allowed value.
+        why: Reason for the message.
+
+    Raises:
+        UsageError: The value is too small.
+    """
     if value < least:
         raise UsageError(f"{argument} {value}: {name} needs at least {least}, {why}", f"Use {least} or more.")

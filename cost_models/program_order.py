@@ -1,9 +1,12 @@
-"""What every action of a program waits for, and the order of a clock on which each takes one tick.
+"""Dependencies of a program's actions, and their order on a clock on which each takes one tick.
 
-A forward needs the forward of the place before, a backward the backward of the place after and the forward
-of its own, a weight gradient the backward of its own; and each the action before it in its device's list.
+- A forward needs the forward of the previous place.
+- A backward needs the backward of the next place and the forward of its place.
+- A weight gradient needs the backward of its place.
+- Every action needs the previous action in its device's list.
+
 The order of the clock is also the one in which a process that drives all devices launches them (torchgpipe's
-clock cycles). All of it takes time and memory linear in the number of actions.
+clock cycles). All functions take time and memory linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -25,11 +28,20 @@ KINDS = ("F", "B", "W")
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The actions of a program in the order of the clock, as arrays of one entry an action.
+    """Actions of a program in the order of the clock, as arrays of shape (actions,).
 
-    `kind` is an index of `KINDS`; `place` the position in the pipe. `previous`: the action before it on its
-    device. `source` and `target`: the actions on other devices that it receives from and sends to. These are
-    positions in this order, -1 where there is none. `splits`: backwards whose weight gradient stands apart.
+    Attributes:
+        program: Program of the actions.
+        kind: Index of `KINDS`.
+        device: Device that runs the action.
+        chunk: Chunk of the device.
+        micro_batch: Number of the micro-batch.
+        pipe: Pipe of the micro-batch.
+        place: Position in the pipe.
+        previous: Position in this order of the previous action on the device, -1 for none.
+        source: Position of the action on another device from which it receives, -1 for none.
+        target: Position of the action on another device to which it sends, -1 for none.
+        splits: Mask of backwards whose weight gradient is a separate action.
     """
 
     program: Program
@@ -60,7 +72,7 @@ class Order:
 
     @cached_property
     def pair_link(self) -> Indices:
-        """A number from 0 for each ordered pair of devices that an action sends over; -1: sends nothing."""
+        """Number from 0 for each ordered pair of devices that an action sends between, else -1."""
         link = np.full(len(self), NONE)
         pairs = self.device[self.sends] * self.program.devices + self.device[self.target[self.sends]]
         _, link[self.sends] = np.unique(pairs, return_inverse=True)
@@ -68,8 +80,10 @@ class Order:
 
     @cached_property
     def cut(self) -> Indices:
-        """Where an action's transfer stands in a table by (direction, pipe, cut), flattened; of an action
-        that sends nothing the end of it."""
+        """Row of each action's transfer in a flattened table by (direction, pipe, cut).
+
+        Actions that send nothing have the row after the last.
+        """
         program = self.program
         pipes, cuts = len(program.pipes), program.slots - 1
         rows = (np.minimum(self.kind, 1) * pipes + self.pipe) * cuts + self.place - (self.kind == 1)
@@ -77,14 +91,16 @@ class Order:
 
     @cached_property
     def finishing(self) -> npt.NDArray[np.bool_]:
-        """Whether an action ends the work on its micro-batch and chunk: W, or B where there is no W."""
+        """Mask of the actions that end the work on their micro-batch and chunk: W, or B if there is no W."""
         finishing: npt.NDArray[np.bool_] = (self.kind == 2) | ((self.kind == 1) & ~self.splits)
         return finishing
 
     @cached_property
     def first_backwards(self) -> Indices:
-        """The actions that add to no gradients: the first to finish a backward on each chunk of a device,
-        where weights are updated once, at the end. Asynchronous runtimes add to gradients set to 0."""
+        """Positions of the actions that accumulate no gradients: the first finished backward on each chunk.
+
+        The array is empty for asynchronous programs, whose runtimes add to gradients set to 0.
+        """
         if self.program.update_every is not None:
             return np.zeros(0, dtype=np.int64)
         finishing = np.flatnonzero(self.finishing)
@@ -94,22 +110,23 @@ class Order:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """The actions themselves."""
+        """Actions in the order of the clock."""
         columns = (self.kind.tolist(), self.micro_batch.tolist(), self.chunk.tolist())
         return [Action(KINDS[kind], m, chunk) for kind, m, chunk in zip(*columns, strict=True)]  # type: ignore[arg-type]
 
     @cached_property
     def lists(self) -> dict[str, list[int]]:
-        """Some of the columns as lists: plain Python reads them several times faster."""
+        """Some columns as lists, which plain Python reads several times faster."""
         return {
             name: getattr(self, name).tolist() for name in ("device", "source", "target", "cut", "pair_link")
         }
 
 
 def resolve_order(program: Program) -> Order:
-    """The order of a program; kept as long as the program is.
+    """Return the order of a program, cached for the program's lifetime.
 
-    Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever.
+    Raises:
+        UsageError: Lists are incomplete, repeat an action, or wait for each other forever.
     """
     if "order" not in program.derived:
         program.derived["order"] = _ActionLists(program).order()
@@ -118,12 +135,12 @@ def resolve_order(program: Program) -> Order:
 
 
 class _ActionLists:
-    """The actions of a program in the order of its lists, device after device."""
+    """Actions of a program in the order of its lists, device after device."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        actions = [action for own in program.actions for action in own]
-        lengths = [len(own) for own in program.actions]
+        actions = [action for device_actions in program.actions for action in device_actions]
+        lengths = [len(device_actions) for device_actions in program.actions]
         self.device = np.repeat(np.arange(len(lengths)), lengths)
         self.kind = np.array([_CODES.get(action[0], NONE) for action in actions], dtype=np.int64)
         self.micro_batch = np.array([action[1] for action in actions], dtype=np.int64)
@@ -163,7 +180,7 @@ class _ActionLists:
             )
 
     def _where(self) -> Indices:
-        """The index of each action, shape (kinds, micro-batches, places); -1 where there is none."""
+        """Return the (kinds, micro-batches, places) index of each action, -1 for none."""
         shape = (3, self.program.micro_batches, self.program.slots)
         keys = np.ravel_multi_index((self.kind, self.micro_batch, self.place), shape)
         where = np.full(int(np.prod(shape)), NONE, dtype=np.int64)
@@ -187,15 +204,17 @@ class _ActionLists:
         return table
 
     def _waiting_for(self, table: Indices, kind: int, m: int, place: int) -> str:
-        """Which action of the lists would wait for a missing one: that of the place its result goes to, else
-        the next of its own place."""
+        """Name the listed action that would wait for a missing one.
+
+        It is the action of the place that gets the result, else the next action of the same place.
+        """
         following = place + (1 if KINDS[kind] == "F" else -1)
         sent = table[kind, m, following] if 0 <= following < self.program.slots else NONE
         waiting = int(sent if sent != NONE else table[kind + 1, m, place])
         return "" if waiting == NONE else f", and {self._action_text(waiting)} waits for it"
 
     def _wire(self) -> None:
-        """What each action waits for: the one before on its device, the one it receives from, its own."""
+        """Set the dependencies of each action: `previous` on its device, `received` from, and `own` place."""
         count, places = len(self.kind), self.program.slots
         first = np.ones(count, dtype=np.bool_)
         first[1:] = self.device[1:] != self.device[:-1]
@@ -210,7 +229,7 @@ class _ActionLists:
             self.own[mask] = self.where[at]
 
     def order(self) -> Order:
-        """All in the order of the clock."""
+        """Return all actions in the order of the clock."""
         clock = np.array(self._clock(), dtype=np.int64)
         # One more entry, so that an index of -1 stays -1.
         rank = np.full(len(clock) + 1, NONE)
@@ -257,7 +276,7 @@ class _ActionLists:
         return order
 
     def _deadlock(self, order: list[int]) -> UsageError:
-        """The circle of devices that wait for each other."""
+        """Return the error that names the cycle of devices that wait for each other."""
         done = np.zeros(len(self.kind) + 1, dtype=np.bool_)
         done[[*order, NONE]] = True
         stuck = np.flatnonzero(~done[:-1] & done[self.previous])
@@ -280,7 +299,7 @@ _CODES: dict[Any, int] = {kind: code for code, kind in enumerate(KINDS)}
 
 
 def _inverse(wait: Indices) -> list[int]:
-    """Who waits for each action."""
+    """Return the action that waits for each action, -1 for none."""
     follower = np.full(len(wait) + 1, NONE)
     follower[wait] = np.arange(len(wait))
     inverse: list[int] = follower[:-1].tolist()
@@ -288,7 +307,7 @@ def _inverse(wait: Indices) -> list[int]:
 
 
 def _positions(program: Program) -> Indices:
-    """The position of each place in each pipe, shape (pipes, devices, chunks); -1: not in it."""
+    """Return the (pipes, devices, chunks) position of each place in each pipe, -1 for none."""
     positions = np.full((len(program.pipes), program.devices, program.chunks), NONE)
     for pipe, places in enumerate(program.pipes):
         for position, place in enumerate(places):

@@ -33,20 +33,29 @@ from .step_costs import ActionCosts, Array, Costs, has_static_link_order, recomp
 
 
 class Run(NamedTuple):
-    """Simulated seconds of one candidate, by action in the order of the clock; `free` by device."""
+    """Simulated seconds of one candidate, by action in the order of the clock.
+
+    Attributes:
+        start: (actions,) starts.
+        end: (actions,) ends.
+        begin: (actions,) starts of the transfer of each action that sends.
+        arrival: (actions,) ends of that transfer.
+        free: (devices,) ends of each device's last action or blocking transfer.
+    """
 
     start: Array
     end: Array
     begin: Array
-    """When the transfer of each action that sends goes on its link."""
     arrival: Array
-    """When that transfer is there."""
     free: Array
-    """When each device is done."""
 
 
 def run(values: ActionCosts) -> Run:
-    """Run one candidate. Raises UsageError where devices wait for each other for ever."""
+    """Simulate one candidate.
+
+    Raises:
+        UsageError: Devices wait for each other forever.
+    """
     if not has_static_link_order(values):
         return run_by_events(values)
     rows: list[tuple[float, float, float, float]] = []
@@ -56,21 +65,30 @@ def run(values: ActionCosts) -> Run:
 
 
 def run_many(values: ActionCosts) -> Array:
-    """When each device is done, shape (stages, candidates), where links serve in a known order."""
+    """Return when each device is done, for links that serve in a known order.
+
+    Returns:
+        (stages, candidates) seconds.
+    """
     return np.array(run_in_order(values))
 
 
 def run_in_order(values: ActionCosts, rows: list[Any] | None = None) -> list[Any]:
-    """Return when each device is done, where links serve in the order of the clock: every start is the latest
-    of some ends. Values of many candidates are arrays. `rows` receives start, end, begin and arrival of each
-    action."""
+    """Return the seconds when each device is done, for links that serve in the order of the clock.
+
+    Every start is then the latest of some ends. Values of many candidates are arrays.
+
+    Args:
+        values: Costs of every action.
+        rows: List that receives start, end, begin and arrival of each action.
+    """
     lists, launches, many = values.order.lists, values.launches, values.duration.ndim > 1
     later: Any = np.maximum if many else max
     zero: Any = 0 * values.duration[0]
     free, link_free = [zero] * values.order.program.devices, [zero] * values.links
     durations, occupancy, latency, *hosted = (
-        list(own) if many else own.tolist()
-        for own in (values.duration, values.occupancy, values.latency, *(launches or ())[:2])
+        list(column) if many else column.tolist()
+        for column in (values.duration, values.occupancy, values.latency, *(launches or ())[:2])
     )
     waits, cuts = values.costs.transfers == "blocking", values.cut.tolist()
     arrived: list[Any] = [None] * len(values.order)
@@ -102,11 +120,16 @@ def run_in_order(values: ActionCosts, rows: list[Any] | None = None) -> list[Any
 
 
 def run_by_events(values: ActionCosts) -> Run:
-    """The event loop: links serve whoever is ready first (of several at once the first on the clock).
+    """Simulate one candidate with an event loop.
 
-    `action_waits` and `transfer_waits`: how many events each waits for, counted down; `start` and `ready` (of
-    transfers) hold the latest of those that happened. An action that can run is run at once; when none can,
-    the transfer that was ready first goes on its link: whatever is not known yet becomes ready no earlier.
+    Links serve the first ready transfer, on ties the first on the clock.
+
+    `action_waits` and `transfer_waits` count the events that are still missing. `start` and `ready` (of
+    transfers) hold the latest event so far. An action that can run runs at once. If none can, the transfer
+    that was ready first starts: nothing unknown becomes ready earlier.
+
+    Raises:
+        UsageError: Devices wait for each other forever.
     """
     order, count = values.order, len(values.order)
     sender_waits = values.costs.transfers in ("rendezvous", "blocking")
@@ -125,14 +148,14 @@ def run_by_events(values: ActionCosts) -> Run:
     requests: list[tuple[float, int]] = []
 
     def release(action: int, second: float) -> None:
-        """One of the events that an action waits for."""
+        """Record an event that an action waits for."""
         start[action] = max(start[action], second)
         action_waits[action] -= 1
         if not action_waits[action]:
             can_run.append(action)
 
     def offer(transfer: int, second: float) -> None:
-        """One of the events that a transfer waits for."""
+        """Record an event that a transfer waits for."""
         ready[transfer] = max(ready[transfer], second)
         transfer_waits[transfer] -= 1
         if not transfer_waits[transfer]:
@@ -175,7 +198,7 @@ def run_by_events(values: ActionCosts) -> Run:
 
 
 class _Gathers:
-    """Gathers of weights beside the actions of each device, one after another (see `Costs`)."""
+    """Sequential gathers of weights during the actions of each device (see `Costs`)."""
 
     def __init__(self, order: Order, costs: Costs) -> None:
         program = order.program
@@ -186,12 +209,18 @@ class _Gathers:
         self.there: dict[tuple[int, int], float] = {}
         self.places = list(zip(order.device.tolist(), order.chunk.tolist(), strict=True))
 
-    def begin(self, action: int, second: float, before: float) -> float:
-        """When an action begins that could at this `second`; the device's last one ended `before`."""
+    def begin(self, action: int, second: float, last_end: float) -> float:
+        """Return the start of an action in seconds.
+
+        Args:
+            action: Number of the action.
+            second: Earliest start without gathers.
+            before: End of the device's last action.
+        """
         device, chunk = self.places[action]
-        for own in next(self.lists[device])[0]:
-            self.free[device] = max(self.free[device], before) + self.seconds[device][own]
-            self.there[device, own] = self.free[device]
+        for gathered in next(self.lists[device])[0]:
+            self.free[device] = max(self.free[device], last_end) + self.seconds[device][gathered]
+            self.there[device, gathered] = self.free[device]
         return max(second, self.there[device, chunk])
 
 
@@ -202,7 +231,7 @@ def _following(order: Order) -> Indices:
 
 
 def _waits(order: Order, sender_waits: bool, receiver_waits: bool) -> tuple[Indices, Indices]:
-    """How many events each action, and each transfer, waits for."""
+    """Return the (actions,) numbers of events that each action, and each transfer, waits for."""
     has_previous = order.previous != NONE
     receives = order.source != NONE
     sends = order.target != NONE
@@ -216,12 +245,12 @@ def _waits(order: Order, sender_waits: bool, receiver_waits: bool) -> tuple[Indi
 
 
 def _stuck(values: ActionCosts, waiting: Any, unsent: Any) -> UsageError:
-    """Each device that waits, at its first action that could not run, and what for."""
+    """Return the error that names, for each waiting device, its first blocked action and the cause."""
     order, waits = values.order, []
     for device in range(order.program.devices):
-        own = np.flatnonzero((order.device == device) & waiting)
-        if len(own):
-            head, before = int(own[0]), int(order.previous[own[0]])
+        stuck = np.flatnonzero((order.device == device) & waiting)
+        if len(stuck):
+            head, before = int(stuck[0]), int(order.previous[stuck[0]])
             source, target = int(order.source[head]), int(order.target[before])
             reasons = []
             if before != NONE and unsent[before]:
@@ -236,7 +265,14 @@ def _stuck(values: ActionCosts, waiting: Any, unsent: Any) -> UsageError:
 
 
 class Reduction(NamedTuple):
-    """An all-reduce of the gradients of a part of the layers (or of a bucket of them), seconds."""
+    """All-reduce of the gradients of a part of the layers, or of one bucket of them.
+
+    Attributes:
+        part: Number of the part.
+        stages: Devices that take part.
+        start: Start in seconds.
+        end: End in seconds.
+    """
 
     part: int
     stages: tuple[int, ...]
@@ -254,14 +290,17 @@ class _Request(NamedTuple):
 
 
 def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
-    """All of one candidate: whoever is ready first begins first, once its devices have ended others; on ports
-    that several go through, each takes its turn."""
+    """Return all all-reduces of one candidate.
+
+    The one that is ready first begins first, when its devices have ended earlier ones. Shared ports process
+    them one after another.
+    """
     table, shared = values.costs.all_reduce, values.costs.reduce_loads
     if (table is None or not table.any()) and not shared:
         return tuple(_tied_reductions(values, run, ()))
     free, ports = [0.0] * values.order.program.devices, Loads()
     done = []
-    for request in sorted(_requests(values, run), key=lambda own: own[:3]):
+    for request in sorted(_requests(values, run), key=lambda request: request[:3]):
         start = max(request.ready, *(free[stage] for stage in request.stages))
         end = end_on_ports(start + request.seconds, request.loads, ports)
         for stage in request.stages:
@@ -271,16 +310,16 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
 
 
 def _tied_reductions(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
-    """The sums of weights that several parts use; each counts for the first of these parts."""
+    """Yield the gradient sums of weights that several parts use. Each counts for the first of these parts."""
     ends: list[float] = run.free.tolist()
     for reduction in earlier:
         for stage in reduction.stages:
             ends[stage] = max(ends[stage], reduction.end)
-    for own in values.costs.tied:
-        start = max(ends[stage] for stage in own.stages)
-        for stage in own.stages:
-            ends[stage] = start + own.seconds
-        yield Reduction(own.parts[0], own.stages, start, start + own.seconds)
+    for tied_sum in values.costs.tied:
+        start = max(ends[stage] for stage in tied_sum.stages)
+        for stage in tied_sum.stages:
+            ends[stage] = start + tied_sum.seconds
+        yield Reduction(tied_sum.parts[0], tied_sum.stages, start, start + tied_sum.seconds)
 
 
 def _requests(values: ActionCosts, run: Run) -> list[_Request]:
@@ -288,18 +327,18 @@ def _requests(values: ActionCosts, run: Run) -> list[_Request]:
     table = values.costs.all_reduce
     seconds = np.broadcast_to(0.0 if table is None else table, (program.devices, program.chunks))
     last = _last_actions(values)
-    # Gradients begin to appear after the forward that is run again.
+    # Gradients appear only after the recomputed forward.
     lead = recompute_seconds(values.order, values.costs).tolist()
     requests = []
     for part in range(program.slots):
         members = sorted({pipe[part] for pipe in program.pipes})
         longest = float(max(seconds[member] for member in members))
-        loads = {port: own / buckets for port, own in values.costs.reduce_loads.get(part, {}).items()}
+        loads = {port: load / buckets for port, load in values.costs.reduce_loads.get(part, {}).items()}
         if not longest and not loads:
             continue
         rounds = [last.get((device, chunk), []) for device, chunk in members]
         for nth in range(max(map(len, rounds))):
-            taking_part = [(m, own[nth]) for m, own in zip(members, rounds, strict=True) if nth < len(own)]
+            taking_part = [(m, ends[nth]) for m, ends in zip(members, rounds, strict=True) if nth < len(ends)]
             stages = tuple(sorted({place.device for place, _ in taking_part}))
             for bucket in range(1, buckets + 1):
                 ready = max(
@@ -311,7 +350,7 @@ def _requests(values: ActionCosts, run: Run) -> list[_Request]:
 
 
 def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
-    """By (device, chunk), the actions that complete gradients to be reduced."""
+    """Return the actions that complete gradients to be reduced, by (device, chunk)."""
     order = values.order
     every = order.program.update_every
     actions = np.flatnonzero(order.finishing) if every is None else update_actions(order)
@@ -327,10 +366,19 @@ def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class LinearCosts:
-    """Seconds (stages, candidates) of every micro-batch: `forward`, `backward`, and `accumulation`, what the
-    first backward does not take; (cuts, candidates), the same both ways: `occupancy` and `latency`.
-    `links` (stages, stages): a number for what a transfer occupies; None: each its own. `forward_launch` and
-    `backward_launch` (stages, candidates): seconds of each stage's own host; None: it is never late."""
+    """Costs of a pipeline with one stage per device, in seconds.
+
+    Attributes:
+        forward: (stages, candidates) forward of a micro-batch.
+        backward: (stages, candidates) backward of a micro-batch.
+        accumulation: (stages, candidates) seconds that the first backward saves.
+        occupancy: (cuts, candidates) seconds of a transfer on its link, equal in both directions.
+        latency: (cuts, candidates) latency of a transfer, equal in both directions.
+        links: (stages, stages) number of what a transfer occupies. None if each pair has a separate link.
+        forward_launch: (stages, candidates) seconds of a separate host of each stage. None if the host is
+            never late.
+        backward_launch: Like `forward_launch`, for backwards.
+    """
 
     forward: Array
     backward: Array
@@ -343,8 +391,11 @@ class LinearCosts:
 
 
 def linear_ends(schedule: str, micro_batches: int, costs: LinearCosts) -> Array | None:
-    """(stages, candidates): when each stage of a `1f1b` or `gpipe` pipeline has run its last action, where
-    transfers overlap with computing; None where stages share a link, which serves whoever is ready."""
+    """Return when each stage of a `1f1b` or `gpipe` pipeline ends its last action, with overlapped transfers.
+
+    Returns:
+        (stages, candidates) seconds. None if stages share a link, because it serves the first ready transfer.
+    """
     lines = _lines(costs)
     if lines is None:
         return None
@@ -368,7 +419,7 @@ def linear_ends(schedule: str, micro_batches: int, costs: LinearCosts) -> Array 
 
 
 def _lines(costs: LinearCosts) -> tuple[Indices, Indices] | None:
-    """By stage, the link that its results take to the next stage, and its gradients to the one before."""
+    """Return the link of each stage's results to the next stage, and of its gradients to the previous one."""
     stages = len(costs.forward)
     here = np.arange(stages)
     if costs.links is None:
@@ -377,8 +428,10 @@ def _lines(costs: LinearCosts) -> tuple[Indices, Indices] | None:
     onward[:-1], back[1:] = costs.links[here[:-1], here[1:]], costs.links[here[1:], here[:-1]]
     occupied = costs.occupancy.any(axis=1)
     used = np.append(onward[:-1][occupied], back[1:][occupied])
-    onward, back = (np.where(np.isin(own, used), own, NONE) for own in (onward, back))
-    pairs = {(int(line), stage) for own in (onward, back) for stage, line in enumerate(own) if line != NONE}
+    onward, back = (np.where(np.isin(lines, used), lines, NONE) for lines in (onward, back))
+    pairs = {
+        (int(line), stage) for lines in (onward, back) for stage, line in enumerate(lines) if line != NONE
+    }
     if len({line for line, _ in pairs}) < len(pairs):
         return None
     numbers = {line: number for number, line in enumerate(sorted({line for line, _ in pairs}))}
@@ -390,56 +443,73 @@ def _lines(costs: LinearCosts) -> tuple[Indices, Indices] | None:
 
 
 class _Run:
-    """What is known after some ticks. `arrived_forward` and `arrived_backward`: by stage, when what its next
-    action waits for is there."""
+    """State of a simulation after some ticks.
+
+    `arrived_forward` and `arrived_backward` hold, by stage, the arrival of the input of its next action.
+    """
 
     def __init__(self, micro_batches: int, costs: LinearCosts, lines: tuple[Indices, Indices]) -> None:
         self.micro_batches, self.costs, self.lines = micro_batches, costs, lines
         shape = costs.forward.shape
         self.free, self.host_free = np.zeros(shape), np.zeros(shape)
-        self.link_free = np.zeros((int(max(own.max() for own in lines)) + 2, shape[1]))
+        self.link_free = np.zeros((int(max(numbers.max() for numbers in lines)) + 2, shape[1]))
         self.arrived_forward, self.arrived_backward = np.zeros(shape), np.zeros(shape)
 
     def forward(self, stages: Indices, micro_batch: Indices) -> None:
-        """Of each of these stages that has one."""
-        own = stages[(micro_batch >= 0) & (micro_batch < self.micro_batches)]
-        if not len(own):
+        """Run the forwards of one tick.
+
+        Args:
+            stages: Stages that may run a forward in this tick.
+            micro_batch: Micro-batch of each stage. Numbers out of range are skipped.
+        """
+        running = stages[(micro_batch >= 0) & (micro_batch < self.micro_batches)]
+        if not len(running):
             return
-        starts = np.maximum(self.free[own], self.arrived_forward[own])
-        ends = self._launch(own, starts, self.costs.forward[own], self.costs.forward_launch)
-        self.free[own] = ends
-        sends = own < len(self.free) - 1
-        self._send(own[sends], ends[sends], 0, self.arrived_forward, own[sends] + 1, own[sends])
+        starts = np.maximum(self.free[running], self.arrived_forward[running])
+        ends = self._launch(running, starts, self.costs.forward[running], self.costs.forward_launch)
+        self.free[running] = ends
+        sends = running < len(self.free) - 1
+        self._send(running[sends], ends[sends], 0, self.arrived_forward, running[sends] + 1, running[sends])
 
     def backward(self, stages: Indices, micro_batch: Indices, first: int) -> None:
-        """The same; micro-batch `first` is the one that adds to no gradients."""
-        has = (micro_batch >= 0) & (micro_batch < self.micro_batches)
-        own, numbers = stages[has], micro_batch[has]
-        if not len(own):
-            return
-        seconds = self.costs.backward[own]
-        if (numbers == first).any():
-            seconds = np.where((numbers == first)[:, None], seconds - self.costs.accumulation[own], seconds)
-        starts = np.maximum(self.free[own], self.arrived_backward[own])
-        ends = self._launch(own, starts, seconds, self.costs.backward_launch)
-        self.free[own] = ends
-        sends = own > 0
-        self._send(own[sends], ends[sends], 1, self.arrived_backward, own[sends] - 1, own[sends] - 1)
+        """Run the backwards of one tick.
 
-    def _launch(self, own: Indices, starts: Array, seconds: Array, launch: Array | None) -> Array:
-        """When the actions end that may start then, and no earlier than their launches do."""
+        Args:
+            stages: Stages that may run a backward in this tick.
+            micro_batch: Micro-batch of each stage. Numbers out of range are skipped.
+            first: Micro-batch that accumulates no gradients.
+        """
+        has = (micro_batch >= 0) & (micro_batch < self.micro_batches)
+        running, numbers = stages[has], micro_batch[has]
+        if not len(running):
+            return
+        seconds = self.costs.backward[running]
+        if (numbers == first).any():
+            seconds = np.where(
+                (numbers == first)[:, None], seconds - self.costs.accumulation[running], seconds
+            )
+        starts = np.maximum(self.free[running], self.arrived_backward[running])
+        ends = self._launch(running, starts, seconds, self.costs.backward_launch)
+        self.free[running] = ends
+        sends = running > 0
+        self._send(
+            running[sends], ends[sends], 1, self.arrived_backward, running[sends] - 1, running[sends] - 1
+        )
+
+    def _launch(self, stages: Indices, starts: Array, seconds: Array, launch: Array | None) -> Array:
+        """Return the ends of actions, which neither start nor end before their launches do."""
         if launch is None:
             return starts + seconds
-        begun = self.host_free[own]
-        self.host_free[own] = launch_end = begun + launch[own]
+        begun = self.host_free[stages]
+        self.host_free[stages] = launch_end = begun + launch[stages]
         ends: Array = np.maximum(np.maximum(starts, begun) + seconds, launch_end)
         return ends
 
     def _send(
-        self, own: Indices, ends: Array, way: int, arrived: Array, receivers: Indices, cuts: Indices
+        self, stages: Indices, ends: Array, direction: int, arrived: Array, receivers: Indices, cuts: Indices
     ) -> None:
-        lines = self.lines[way][own]
+        lines = self.lines[direction][stages]
         sent = np.where((lines == NONE)[:, None], ends, np.maximum(ends, self.link_free[lines]))
         sent = sent + self.costs.occupancy[cuts]
-        self.link_free[lines] = sent  # the last row is of what occupies nothing, and not looked at
+        self.link_free[lines] = sent  # the last row is for free transfers and never read
         arrived[receivers] = sent + self.costs.latency[cuts]

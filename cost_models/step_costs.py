@@ -57,54 +57,63 @@ _BY_CUT = ("forward_occupancy", "forward_latency", "backward_occupancy", "backwa
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Costs:
-    """Seconds of any program; for many candidates side by side, one more axis at the end of every array but
-    `links`.
+    """Costs of any program in seconds.
 
-    By (device, chunk, micro-batch), an axis along which nothing changes may be 1 long:
-      `forward`, `backward`, and `weight` where the gradient of the weights is computed apart: then `backward`
-      is that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`,
-      where there is one) the first backward of a chunk does not take, as there are no gradients to add to.
-      `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
-      `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
-      `recompute_launch`: what of `backward_launch`, at its beginning, launches the forward again; None:
-      nothing.
-    By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
-      `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
+    For many candidates every array except `links` has one more axis at the end.
+
+    By (device, chunk, micro-batch), where a constant axis may have length 1:
+
+    - `forward`, `backward`, and `weight` if the gradient of the weights is computed separately. Then
+      `backward` is the gradient of the input, and a B that is not split takes both.
+    - `accumulation`: part of `backward` (or of `weight`, if given) that the first backward of a chunk saves,
+      because there are no gradients to add to.
+    - `recompute`: share (0 to 1) of the forward that is recomputed at the beginning of B.
+    - `forward_launch`, `backward_launch`, `weight_launch`: host seconds. None if the host is never late.
+    - `recompute_launch`: first part of `backward_launch`, which launches the recomputed forward. None for no
+      such part.
+
+    By (pipe, cut), with a cut after each place but the last, where the axis of the pipe may have length 1:
+
+    - `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
       gradients. A transfer between chunks of one device is free.
-    By (device, chunk): `unshard`, seconds of gathering the chunk's weights from replicas, with at most
-      `unsharded_chunks` gathered at a time (`list_unshards`); None: nothing is gathered. A device's gathers
-      follow one another beside its actions, each from the end of the action before; an action waits for that
-      of its chunk.
-    By device: `overhead` of each action, `optimizer` of an update. By (device, chunk): `all_reduce` of the
-      gradients.
 
-    `links` (devices, devices): the link from one device to another, -1 for one that carries any number of
-    transfers at a time; None: each ordered pair has its own. A link carries one transfer at a time, in the
-    order in which they are ready, for its occupancy; the latency follows and occupies nothing.
+    By (device, chunk):
 
-    `reduce_loads`: by part of the layers whose all-reduce goes through ports that others go through as well,
-    the seconds for which it takes each of them (see `PortSharing`). `port_seconds`: for how long the most
-    loaded port is taken: no step is shorter.
+    - `all_reduce` of the gradients.
+    - `unshard`: gathering the chunk's weights from replicas, with at most `unsharded_chunks` gathered at a
+      time (`list_unshards`). None for no gathers. A device's gathers follow one another while its actions
+      run, each from the end of the previous action. An action waits for the gather of its chunk.
 
-    `transfers`, by what a device does meanwhile:
-      "overlapped": it computes on.
-      "blocking": a device starts nothing until what its last action sent has arrived. The receiver takes it
-        beside its computing.
-      "blocking-receive": a transfer begins when, besides, the action before the one it is for has ended on
-        the receiving device, which waits; the sender computes on.
-      "rendezvous": both. What a device sends of one action and receives for the next is posted together when
-        the former ends (as by torch.distributed.batch_isend_irecv); a transfer begins when both sides have
-        posted it, and the next action when both have arrived. Some schedules hang so, and are refused.
+    By device:
 
-    `hosts`: actions are launched ahead of the devices, by "one" process that drives all of them, forwards one
-    after another and backwards from a thread a device, or by the host of "each" device in the order of its
-    list; see above. An action neither starts before its launch starts nor ends before its launch ends.
+    - `overhead` of each action, `optimizer` of an update.
 
-    All-reduces go on beside all else. A chunk's gradients are ready when its last backward ends, or in
-    `buckets` equal parts while it runs; each device has one all-reduce under way at a time. Where several
-    places compute the same part of the layers (replicas, Chimera's directions), all of them take part.
-    `tied`: sums of the gradients of weights that several parts use, one after another; each begins when all
-    its devices have run their lists and ended their own all-reduces and earlier sums.
+    Other fields:
+
+    - `links` (devices, devices): link from one device to another, -1 for one that carries any number of
+      transfers at a time. None if each ordered pair has a separate link. A link carries one transfer at a
+      time, in the order in which they are ready, for its occupancy. The latency follows and occupies nothing.
+    - `reduce_loads`: seconds of each shared port by part of the layers, for all-reduces that share ports with
+      other traffic (see `PortSharing`).
+    - `port_seconds`: seconds of the most loaded port. No step is shorter.
+    - `transfers`: activity of a device during a transfer.
+        "overlapped": it continues computing.
+        "blocking": a device starts nothing until the result of its last action has arrived. The receiver
+        computes meanwhile.
+        "blocking-receive": a transfer begins when the action before its receiving one has also ended on the
+        receiving device, which waits. The sender computes meanwhile.
+        "rendezvous": both. A device posts the send of one action and the receive for the next together when
+        the former ends (as torch.distributed.batch_isend_irecv). A transfer begins when both sides have
+        posted it, and the next action when both have arrived. Some schedules deadlock and are refused.
+    - `hosts`: who launches actions ahead of the devices. "one" process drives all devices, forwards one after
+      another and backwards from a thread per device. With "each", the host of each device launches in the
+      order of its list (see the module). An action neither starts before its launch starts nor ends before
+      its launch ends.
+    - `buckets`: a chunk's gradients are ready when its last backward ends, or in `buckets` equal parts while
+      it runs. All-reduces run at the same time as everything else, one at a time on each device. If several
+      places compute the same part of the layers (replicas, Chimera's directions), all of them take part.
+    - `tied`: sums of the gradients of weights that several parts use, one after another. Each begins when all
+      its devices have run their lists and ended their all-reduces and earlier sums.
     """
 
     forward: Array
@@ -135,21 +144,25 @@ class Costs:
 
     @property
     def candidates(self) -> int | None:
-        """Candidates side by side; None where the costs are of one, without that axis."""
+        """Number of candidates. None for costs of one candidate without that axis."""
         return self.forward.shape[3] if self.forward.ndim == 4 else None
 
     def arrays(self) -> dict[str, Array]:
-        """All seconds and shares that are given, by name."""
+        """Return all given seconds and shares by name."""
         arrays = ((name, getattr(self, name)) for name in _ARRAYS)
         return {name: values for name, values in arrays if values is not None}
 
     def candidate(self, index: int) -> Costs:
-        """The costs of one of many candidates."""
+        """Return the costs of candidate number `index`."""
         arrays: dict[str, Any] = {name: values[..., index] for name, values in self.arrays().items()}
         return replace(self, **arrays)
 
     def check(self, program: Program) -> None:
-        """Raises UsageError for values that cannot be, and for transfers that are not known."""
+        """Check the values and the kind of transfers.
+
+        Raises:
+            UsageError: A value is invalid, or the kind of transfers is unknown.
+        """
         for name, values in self.arrays().items():
             check_finite(name, values)
         if self.tied and program.update_every is not None:
@@ -167,21 +180,29 @@ _ARRAYS = (*_BY_ACTION, *_BY_CUT, "overhead", "optimizer", "all_reduce", "unshar
 
 
 def recompute_shares(mode: str | Sequence[str], program: Program) -> Array:
-    """The share of the forward that every B runs again, shape (devices, 1, micro-batches).
+    """Return the (devices, 1, micro-batches) share of the forward that every B recomputes.
 
-    `mode`, one word or one a device: "never"; "always"; "except_last", all micro-batches but the last
-    (torchgpipe).
+    Args:
+        mode: One word, or one per device: "never", "always", or "except_last" for all micro-batches but the
+            last (torchgpipe).
+        program: Program of the pipeline.
     """
     shares = np.zeros((program.devices, 1, program.micro_batches))
-    for own, word in zip(shares, [mode] * program.devices if isinstance(mode, str) else mode, strict=True):
-        own[:] = 0.0 if word == "never" else 1.0
+    for device_shares, word in zip(
+        shares, [mode] * program.devices if isinstance(mode, str) else mode, strict=True
+    ):
+        device_shares[:] = 0.0 if word == "never" else 1.0
         if word == "except_last":
-            own[:, -1] = 0.0
+            device_shares[:, -1] = 0.0
     return shares
 
 
 def check_finite(name: str, values: Any) -> None:
-    """Raises UsageError unless all are finite and none is negative."""
+    """Check that all values are finite and none is negative.
+
+    Raises:
+        UsageError: A value is not finite or is negative.
+    """
     array = np.asarray(values)
     if array.size and not (array.min() >= 0 and array.max() < np.inf):
         bad = array[~(np.isfinite(array) & (array >= 0))]
@@ -212,7 +233,7 @@ def linear_costs(
         The costs, whose shapes the simulator checks.
     """
     others: dict[str, Any] = {
-        name: own[:, None] if isinstance(own, np.ndarray) else own for name, own in launches.items()
+        name: value[:, None] if isinstance(value, np.ndarray) else value for name, value in launches.items()
     }
     return Costs(
         forward=forward[:, None],
@@ -233,11 +254,17 @@ def stage_costs(
     weight: float | Sequence[float] | None = None,
     transfer_latency: float = 0.0,
 ) -> Costs:
-    """Costs of a program from the seconds of its stages: one value, or one a stage. Transfers: latency only.
+    """Return the costs of a program from the seconds of its stages, with transfers that take only latency.
 
-    Stages are counted along each pipe (Chimera: both directions have the same first stage); where a device
-    holds several places of a pipe, each takes an equal part of the stage's seconds. With `weight`, `backward`
-    is the gradient of the input.
+    Stages are counted along each pipe (Chimera: both directions have the same first stage). If a device has
+    several places of a pipe, each takes an equal part of the stage's seconds.
+
+    Args:
+        program: Program of the pipeline.
+        forward: Seconds of a forward, one value or one per stage.
+        backward: Seconds of a backward, or of the gradient of the input if `weight` is given.
+        weight: Seconds of the gradient of the weights. None for a backward in one part.
+        transfer_latency: Latency of every transfer in seconds.
     """
     stages = len({place.device for place in program.pipes[0]})
     latency = np.full((1, program.slots - 1), float(transfer_latency))
@@ -261,8 +288,14 @@ def _by_chunk(program: Program, seconds: float | Sequence[float], stages: int) -
 
 
 class Launches(NamedTuple):
-    """Seconds of each action's launch: when it starts and ends; `repeat`: what of it, at its beginning,
-    launches a forward again, where one process drives all devices."""
+    """Launch times of each action in seconds.
+
+    Attributes:
+        start: (actions,) or (actions, candidates) starts.
+        end: Ends, shaped as `start`.
+        repeat: First part of the launch, which launches the recomputed forward. None if each device has a
+            host.
+    """
 
     start: Array
     end: Array
@@ -270,21 +303,30 @@ class Launches(NamedTuple):
 
 
 def time_launches(order: Order, costs: Costs, seconds: Array, repeat: Array | None) -> Launches:
-    """Of launches that take so many seconds, (actions,) or (actions, candidates), what is launched again
-    included."""
+    """Return the launch times of all actions.
+
+    Args:
+        order: Actions in the order of the clock.
+        costs: Costs of the program.
+        seconds: (actions,) or (actions, candidates) seconds of each launch, including recomputation.
+        repeat: Part of `seconds` that launches the recomputed forward. None without recomputation.
+    """
     if costs.hosts == "one":
         return _of_process(order, seconds, repeat)
     start, end = np.zeros_like(seconds), np.zeros_like(seconds)
     for device in range(order.program.devices):
-        own = np.flatnonzero(order.device == device)
-        end[own] = np.cumsum(seconds[own], axis=0)
-        start[own] = np.concatenate([np.zeros_like(end[own[:1]]), end[own[:-1]]])
+        on_device = np.flatnonzero(order.device == device)
+        end[on_device] = np.cumsum(seconds[on_device], axis=0)
+        start[on_device] = np.concatenate([np.zeros_like(end[on_device[:1]]), end[on_device[:-1]]])
     return Launches(start, end, None)
 
 
 def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
-    """`called`: when the last forward was launched; `done`: the last of the backwards; `python`: what a
-    backward runs again."""
+    """Return the launch times if one process drives all devices.
+
+    `called` is the launch end of the last forward, `done` that of the last backward, and `python` that of the
+    last forward or recomputation.
+    """
     many = seconds.ndim > 1
     later: Any = np.maximum if many else max
     rows = list(seconds) if many else seconds.tolist()
@@ -295,10 +337,10 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
     threads = [called] * order.program.devices
     starts, ends = [], list[Any]()
     columns = (order.kind.tolist(), order.lists["device"], order.lists["source"], rows, repeats)
-    for kind, device, source, own, again in zip(*columns, strict=True):
+    for kind, device, source, launch_seconds, again in zip(*columns, strict=True):
         if kind == 0:
             begins = later(called, done)
-            finishes = called = python = begins + own
+            finishes = called = python = begins + launch_seconds
         else:
             begins = later(threads[device], called)
             if source != NONE:
@@ -306,7 +348,7 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
             if again is not None:
                 begins = later(begins, python * (again > 0))
                 python = later(python, (begins + again) * (again > 0))
-            finishes = threads[device] = begins + own
+            finishes = threads[device] = begins + launch_seconds
             done = later(done, finishes)
         starts.append(begins)
         ends.append(finishes)
@@ -314,8 +356,10 @@ def _of_process(order: Order, seconds: Array, repeat: Array | None) -> Launches:
 
 
 def preceding_launches(order: Order, costs: Costs, launches: Launches) -> Indices:
-    """By action, another one, when whose launch, or what that launches again, ends, its own launch starts;
-    -1: at the beginning of the step."""
+    """Return the (actions,) action whose launch or recomputation launch must end before each launch starts.
+
+    -1 stands for the beginning of the step.
+    """
     start, end, none = launches.start, launches.end, np.full(len(order), NONE)
     waits = [(order.previous, end)]
     if costs.hosts == "one":
@@ -334,7 +378,10 @@ def preceding_launches(order: Order, costs: Costs, launches: Launches) -> Indice
 
 
 def _latest(until: Array, counts: npt.NDArray[np.bool_]) -> Indices:
-    """By action, the one of those that count among the actions before it that lasts longest."""
+    """Return the earlier action that ends last among those that count, for every action.
+
+    -1 if there is none.
+    """
     values = np.where(counts, until, -1.0)
     longest = np.append(-1.0, np.maximum.accumulate(values))[:-1]
     records = np.where(values > longest, np.arange(len(values)), NONE)
@@ -343,10 +390,20 @@ def _latest(until: Array, counts: npt.NDArray[np.bool_]) -> Indices:
 
 @dataclass(frozen=True, eq=False)
 class ActionCosts:
-    """Arrays of one entry an action; for many candidates, a second axis.
+    """Costs of every action in the order of the clock.
 
-    `link`: what the action's transfer occupies, -1 nothing; `cut`: the row of its `occupancy` and `latency`.
-    `launches`: when its launch starts and ends; None where the host is never late.
+    Arrays have shape (actions,) or (actions, candidates).
+
+    Attributes:
+        order: Actions in the order of the clock.
+        costs: Costs of the program.
+        duration: Seconds of each action.
+        cut: (actions,) row of the transfer in `occupancy` and `latency`.
+        occupancy: Seconds for which a transfer occupies its link, by row.
+        latency: Latency of a transfer in seconds, by row.
+        link: (actions,) link of the transfer, -1 for none.
+        links: Number of links.
+        launches: Launch times. None if the host is never late.
     """
 
     order: Order
@@ -361,7 +418,11 @@ class ActionCosts:
 
 
 def lower_costs(order: Order, costs: Costs) -> ActionCosts:
-    """The costs of a program. Raises UsageError for costs that cannot be."""
+    """Return the costs of every action of a program.
+
+    Raises:
+        UsageError: The costs are invalid.
+    """
     costs.check(order.program)
     cut, occupancy, latency = _transfers(order, costs)
     link = _links(order, costs, cut, occupancy)
@@ -383,7 +444,7 @@ def _empty(order: Order, costs: Costs) -> Array:
 
 
 def _at(order: Order, table: Array, actions: Indices) -> Array:
-    """Values of a table by (device, chunk, micro-batch), for these actions."""
+    """Return the values of a table by (device, chunk, micro-batch) for these actions."""
     columns = (order.device, order.chunk, order.micro_batch)
     index = tuple(
         column[actions] if length > 1 else 0 for column, length in zip(columns, table.shape[:3], strict=True)
@@ -393,13 +454,16 @@ def _at(order: Order, table: Array, actions: Indices) -> Array:
 
 
 def _shares(order: Order, like: Array) -> Array:
-    """The part of a micro-batch that each action works on."""
+    """Return the size of each action's micro-batch relative to a whole one, to broadcast with `like`."""
     shares = np.asarray(order.program.shares, dtype=np.float64)[order.micro_batch]
     return shares.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _by_kind(order: Order, costs: Costs, forward: Array, backward: Array, weight: Array | None) -> Array:
-    """Values of three tables by action. Without a split, a backward has the weight's value, too."""
+    """Return the values of three tables by action.
+
+    A backward that is not split also gets the weight's value.
+    """
     values = _empty(order, costs)
     forwards, backwards, weights = order.of_kind
     values[forwards] = _at(order, forward, forwards)
@@ -428,7 +492,7 @@ def _durations(order: Order, costs: Costs) -> Array:
 
 
 def recompute_seconds(order: Order, costs: Costs) -> Array:
-    """Seconds of each action for the forward that it runs again (of a whole micro-batch)."""
+    """Return the (actions,) seconds of the forward that each action recomputes, for a whole micro-batch."""
     seconds, (_, backwards, _) = _empty(order, costs), order.of_kind
     if costs.recompute is not None:
         seconds[backwards] = _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
@@ -436,7 +500,7 @@ def recompute_seconds(order: Order, costs: Costs) -> Array:
 
 
 def update_actions(order: Order) -> Indices:
-    """Actions after which a chunk's weights are updated at once (asynchronous schedules)."""
+    """Return the actions after which a chunk's weights are updated at once (asynchronous schedules)."""
     every = order.program.update_every
     if every is None:
         return np.zeros(0, dtype=np.int64)
@@ -450,7 +514,7 @@ def update_actions(order: Order) -> Indices:
 
 
 def _transfers(order: Order, costs: Costs) -> tuple[Indices, Array, Array]:
-    """For each action a row, and by row the occupancy and the latency of its transfer."""
+    """Return the row of each action's transfer, and the occupancy and latency by row."""
     occupancy = _by_cut(order, costs, costs.forward_occupancy, costs.backward_occupancy)
     latency = _by_cut(order, costs, costs.forward_latency, costs.backward_latency)
     if order.program.shares is None:
@@ -460,7 +524,7 @@ def _transfers(order: Order, costs: Costs) -> tuple[Indices, Array, Array]:
 
 
 def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array | None) -> Array:
-    """Both directions in one table, and a row of zeros at the end for actions that send nothing."""
+    """Return both directions in one table, with a row of zeros at the end for actions that send nothing."""
     pipes, cuts = len(order.program.pipes), order.program.slots - 1
     candidates = () if costs.candidates is None else (costs.candidates,)
     table = np.zeros((2 * pipes * cuts + 1, *candidates))
@@ -472,7 +536,7 @@ def _by_cut(order: Order, costs: Costs, forward: Array | None, backward: Array |
 
 
 def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indices:
-    """The link of each action's transfer, numbered from 0; none where nothing ever occupies it."""
+    """Return the link of each action's transfer, numbered from 0, or -1 if no transfer ever occupies it."""
     if not occupancy.any():
         return np.full(len(order), NONE)
     if costs.links is None:
@@ -500,10 +564,10 @@ def _launches(order: Order, costs: Costs) -> Launches | None:
 
 
 def has_static_link_order(values: ActionCosts) -> bool:
-    """Whether the order in which each link serves is known beforehand: that of the clock.
+    """Return whether every link serves in an order that is known beforehand: that of the clock.
 
-    So it is where all that a link carries comes from one device, whose actions end one after another. Not
-    where a transfer waits for its receiver; and gathers of weights are left to the event loop.
+    That is so if all transfers of a link come from one device, whose actions end one after another. It is not
+    so if a transfer waits for its receiver. Gathers of weights need the event loop.
     """
     if values.costs.transfers in ("rendezvous", "blocking-receive") or values.costs.unshard is not None:
         return False

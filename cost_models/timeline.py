@@ -1,11 +1,11 @@
-"""A simulated step: its spans, where the time of each stage goes, what it holds, and its steady state.
+"""Simulated step: spans, times and memory of each stage, and the steady state.
 
 A device runs its actions in the order of its list, one at a time. A forward needs the activation of the
-place before, a backward the gradient of the place after, each sent when it is made. What a transfer takes,
-which link it occupies, and what its devices do meanwhile: see `Costs`.
+previous place, a backward the gradient of the next place. Each is sent when it is computed. `Costs` describes
+how long a transfer takes, which link it occupies, and what its devices do meanwhile.
 
-Where every link has one sender, every start is the latest of some ends: the step is the longest path through
-the dependencies. Where several share one, it serves whoever is ready first.
+If every link has one sender, every start is the latest of some ends, and the step is the longest path through
+the dependencies. If several senders share a link, it serves the first ready one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step_costs import (
 
 
 class Span(NamedTuple):
-    """When an action ran on its stage, seconds from the start of the step."""
+    """Action on its stage, with start and end in seconds from the start of the step."""
 
     stage: int
     action: Action
@@ -42,8 +42,16 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The result of an action on its way from a stage to another: made at `ready`, on its link from `start`,
-    there at `end`. Seconds."""
+    """Transfer of an action's result between two stages.
+
+    Attributes:
+        stage: Sending stage.
+        to_stage: Receiving stage.
+        action: Action that computed the result.
+        ready: Seconds when the result is computed.
+        start: Seconds when the transfer starts on its link.
+        end: Seconds when the result has arrived.
+    """
 
     stage: int
     to_stage: int
@@ -56,11 +64,13 @@ class Transfer(NamedTuple):
 class StageTime(NamedTuple):
     """Seconds of the step on one stage, by cause. They sum to the step.
 
-    - `transfer`: idle between two actions while the input of the second is under way, or while a blocking
-      send lasts.
-    - `imbalance`: idle because the busiest stage computes longer, at most the difference of their compute.
-    - `warm_up_cool_down`: the rest of the idle time, which equal stages would have, too.
-    - `update`: all-reduce and optimizer after the last action.
+    Attributes:
+        compute: Computing.
+        transfer: Idle between two actions while the input of the second is transferred, or during a blocking
+            send.
+        warm_up_cool_down: Other idle time, which equal stages would also have.
+        imbalance: Idle because the busiest stage computes longer. At most the difference of their compute.
+        update: All-reduce and optimizer after the last action.
     """
 
     compute: float
@@ -72,7 +82,15 @@ class StageTime(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-    """A simulated step. `stage_end` includes all-reduce and optimizer."""
+    """Simulated step.
+
+    Attributes:
+        order: Actions in the order of the clock.
+        costs: Costs of the program.
+        run: Simulated seconds by action.
+        reductions: All-reduces of the gradients.
+        stage_end: (stages,) seconds when each stage is done, including all-reduce and optimizer.
+    """
 
     order: Order
     costs: Costs
@@ -88,12 +106,12 @@ class Timeline:
 
     @property
     def program(self) -> Program:
-        """What was run."""
+        """Simulated program."""
         return self.order.program
 
     @property
     def stages(self) -> int:
-        """Devices of the pipeline."""
+        """Number of devices of the pipeline."""
         return self.program.devices
 
     @cached_property
@@ -128,7 +146,7 @@ class Timeline:
 
     @cached_property
     def step_seconds(self) -> float:
-        """From the first start to the last end; as long as the most loaded port is taken, at the least."""
+        """Seconds from the first start to the last end, at least those of the most loaded port."""
         return max(*self.stage_end, self.costs.port_seconds)
 
     @cached_property
@@ -144,9 +162,13 @@ class Timeline:
 
     @property
     def bubble_rate_span(self) -> float:
-        """Idle share over the longest stage span (last end - first start of one stage), as in "Zero Bubble
-        Pipeline Parallelism", ICLR 2024, table 5: (span - busy) / span of that stage."""
-        spans = self._spans(np.asarray(self.run.end)[[own[-1] if len(own) else 0 for own in self._own]])
+        """Idle share of the longest stage span (last end - first start of one stage): (span - busy) / span.
+
+        This is the rate in "Zero Bubble Pipeline Parallelism", ICLR 2024, table 5.
+        """
+        spans = self._spans(
+            np.asarray(self.run.end)[[positions[-1] if len(positions) else 0 for positions in self._own]]
+        )
         longest = max(spans)
         return 1 - self.busy_seconds[spans.index(longest)] / longest if longest else 0.0
 
@@ -162,29 +184,29 @@ class Timeline:
     def _spans(self, ends: Sequence[float] | Array) -> list[float]:
         """Seconds from the first action of each stage to its end; 0 for stages without actions."""
         return [
-            float(end - self.run.start[own[0]]) if len(own) else 0.0
-            for end, own in zip(ends, self._own, strict=True)
+            float(end - self.run.start[positions[0]]) if len(positions) else 0.0
+            for end, positions in zip(ends, self._own, strict=True)
         ]
 
     @cached_property
     def _own(self) -> list[Indices]:
-        """The actions of each stage, positions in the order of the clock."""
+        """Actions of each stage, as positions in the order of the clock."""
         by_device = np.argsort(self.order.device, kind="stable")
         counts = np.bincount(self.order.device, minlength=self.stages)
         return np.split(by_device, np.cumsum(counts)[:-1])
 
     @cached_property
     def stage_times(self) -> tuple[StageTime, ...]:
-        """Where the time of each stage goes."""
+        """Seconds of the step by cause, for each stage."""
         return tuple(self._stage_time(stage) for stage in range(self.stages))
 
     def _stage_time(self, stage: int) -> StageTime:
-        own, busy, step = self._own[stage], self.busy_seconds[stage], self.step_seconds
-        if not len(own):
+        positions, busy, step = self._own[stage], self.busy_seconds[stage], self.step_seconds
+        if not len(positions):
             return StageTime(0.0, 0.0, step - max(self.busy_seconds), max(self.busy_seconds), 0.0)
-        first, last = float(self.run.start[own[0]]), float(self.run.end[own[-1]])
-        idle = float((self.run.start[own[1:]] - self.run.end[own[:-1]]).sum())
-        waited = min(self._transfer_wait(own), idle)
+        first, last = float(self.run.start[positions[0]]), float(self.run.end[positions[-1]])
+        idle = float((self.run.start[positions[1:]] - self.run.end[positions[:-1]]).sum())
+        waited = min(self._transfer_wait(positions), idle)
         sent = max(float(self.run.free[stage]), last)
         update = self._update(stage, sent)
         drain = max(step - sent - update, 0.0)
@@ -192,9 +214,9 @@ class Timeline:
         imbalance = min(waiting, max(self.busy_seconds) - busy)
         return StageTime(busy, waited + sent - last, waiting - imbalance, imbalance, update)
 
-    def _transfer_wait(self, own: Indices) -> float:
-        """Seconds between actions while a transfer for the next, or a blocking one of the last, goes on."""
-        run, before, after = self.run, own[:-1], own[1:]
+    def _transfer_wait(self, positions: Indices) -> float:
+        """Return the idle seconds during a transfer for the next action, or a blocking one of the last."""
+        run, before, after = self.run, positions[:-1], positions[1:]
         gap_start, gap_end = run.end[before], run.start[after]
         source = self.order.source[after]
         receives = source != NONE
@@ -209,7 +231,7 @@ class Timeline:
         return float((receiving + (departure - gap_start) - both).sum())
 
     def _update(self, stage: int, since: float) -> float:
-        """All-reduce and optimizer seconds after the last action."""
+        """Return the all-reduce and optimizer seconds after the last action."""
         reduced = [r for r in self.reductions if stage in r.stages]
         seconds = sum(max(r.end - max(r.start, since), 0.0) for r in reduced)
         computed = max([since, *(r.end for r in reduced)])
@@ -217,8 +239,10 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """Most micro-batches that each stage holds at a time, from the start of F to the end of its W, or of
-        its B where it has no W. A chunk that is 1/v of its stage counts 1/v."""
+        """Most micro-batches that each stage holds at a time. A chunk that is 1/v of its stage counts 1/v.
+
+        A micro-batch is held from the start of F to the end of its W, or of its B if it has no W.
+        """
         peaks = (max(self.program.in_flight(stage), default=0.0) for stage in range(self.stages))
         return tuple(int(peak) if peak == int(peak) else peak for peak in peaks)
 
@@ -229,16 +253,16 @@ class Timeline:
         bytes_in_flight: float | Sequence[float],
         first_part: Sequence[tuple[float, float]] | None = None,
     ) -> list[tuple[float, float]]:
-        """List (second, bytes from then on) of a stage.
+        """Return the memory of a stage over time, as (second, bytes from then on).
 
         Args:
-            stage: The stage.
+            stage: Number of the stage.
             resident_bytes: Bytes that it holds all the time.
-            bytes_in_flight: Bytes of every micro-batch in flight: of the whole stage, or one value a chunk.
-            first_part: By chunk, bytes that a B with a W of its own adds as it begins, and as it ends.
+            bytes_in_flight: Bytes of every micro-batch in flight, of the whole stage or one value per chunk.
+            first_part: By chunk, bytes that a B with a separate W adds at its start and at its end.
 
         Returns:
-            The changes in order. Where one action ends as another starts, the end comes first.
+            The changes in order. If one action ends as another starts, the end comes first.
         """
         sizes = self._bytes_by_chunk(bytes_in_flight)
         parts = first_part or [(0.0, 0.0)] * len(sizes)
@@ -271,13 +295,20 @@ class Timeline:
 
 
 def simulate(actions: Program | Sequence[Sequence[Action]], costs: Costs) -> Timeline:
-    """Run a program, or the lists of a straight pipeline, with these costs (one candidate).
+    """Simulate a program, or the lists of a linear pipeline, for one candidate.
 
-    Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever, and
-    for costs that cannot be.
+    Args:
+        actions: Program, or actions of each stage.
+        costs: Costs of one candidate.
+
+    Raises:
+        UsageError: Lists are incomplete, repeat an action, or wait for each other forever, or the costs are
+            invalid.
     """
     order = resolve_order(
-        actions if isinstance(actions, Program) else linear_program([list(own) for own in actions])
+        actions
+        if isinstance(actions, Program)
+        else linear_program([list(stage_actions) for stage_actions in actions])
     )
     if costs.candidates is not None:
         raise UsageError(
@@ -291,9 +322,9 @@ def simulate(actions: Program | Sequence[Sequence[Action]], costs: Costs) -> Tim
 
 
 def step_seconds(program: Program, costs: Costs) -> Array:
-    """Step seconds of many candidates side by side, shape (candidates,): the costs' last axis.
+    """Return the (candidates,) step seconds of many candidates, which are the last axis of the costs.
 
-    The program's dependencies are worked out once and kept as long as it is.
+    The program's dependencies are resolved once and cached for its lifetime.
     """
     order = resolve_order(program)
     if costs.candidates in (None, 1):
@@ -314,8 +345,10 @@ def step_seconds(program: Program, costs: Costs) -> Array:
 
 
 def device_ends(program: Program, costs: Costs) -> Array | None:
-    """(devices, candidates): when each device has run its last action, of many candidates; None where a link
-    serves several devices, so that it is not known beforehand in which order."""
+    """Return the (devices, candidates) seconds when each device has run its last action.
+
+    None if several devices share a link, because its order is then not known beforehand.
+    """
     order = resolve_order(program)
     if costs.candidates == 1:
         single = lower_costs(order, costs.candidate(0))
@@ -325,7 +358,7 @@ def device_ends(program: Program, costs: Costs) -> Array | None:
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
-    """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
+    """Return whether `step_seconds` simulates many such candidates in one pass, not one after another."""
     values = lower_costs(resolve_order(program), costs if costs.candidates is None else costs.candidate(0))
     return has_static_link_order(values) and _ends_alone(values)
 
@@ -336,7 +369,7 @@ def _step(values: ActionCosts) -> float:
 
 
 def _stage_ends(values: ActionCosts, ran: Run, reduced: Sequence[Reduction]) -> tuple[float, ...]:
-    """When each device is done, all-reduce and optimizer included."""
+    """Return the seconds when each device is done, including all-reduce and optimizer."""
     ends: list[float] = ran.free.tolist()
     for reduction in reduced:
         for stage in reduction.stages:
@@ -349,7 +382,7 @@ def _stage_ends(values: ActionCosts, ran: Run, reduced: Sequence[Reduction]) -> 
 
 
 def _ends_alone(values: ActionCosts) -> bool:
-    """Whether each device's all-reduce simply follows its last action, and nothing goes on beside it."""
+    """Return whether each device's all-reduce follows its last action and overlaps with nothing."""
     program, costs = values.order.program, values.costs
     is_linear = len(program.pipes) == 1 and program.parts == 1
     if costs.tied and (costs.transfers != "overlapped" or not is_linear):
@@ -362,12 +395,18 @@ def _ends_alone(values: ActionCosts) -> bool:
 
 
 PERIODS = 3
-"""Periods that must repeat before one is believed."""
+"""Number of repetitions that confirm a period."""
 
 
 class SteadyState(NamedTuple):
-    """`seconds_per_micro_batch`, from the `period` after which everything repeats, in micro-batches. Where
-    none was found among those simulated (`exact` is False), the mean over the later half of them."""
+    """Steady state of an asynchronous program.
+
+    Attributes:
+        seconds_per_micro_batch: Seconds per micro-batch.
+        period: Micro-batches after which everything repeats.
+        exact: Whether a period was found. Otherwise the seconds are the mean over the later half of the
+            simulated micro-batches.
+    """
 
     seconds_per_micro_batch: float
     period: int
@@ -375,11 +414,13 @@ class SteadyState(NamedTuple):
 
 
 def steady_state(program: Program, costs: Costs) -> SteadyState:
-    """The steady state of an asynchronous program with these costs (one candidate).
+    """Return the steady state of an asynchronous program for one candidate.
 
-    All-reduces go on beside the computing, so that the slower of the two sets the pace (PipeDream, SOSP 2019,
-    section 3.1); so do launches, and a host that is slower by little falls behind after many micro-batches
-    only. Raises UsageError for a program that flushes, or of too few micro-batches.
+    All-reduces run during computing, so the slower of the two sets the pace (PipeDream, SOSP 2019, section
+    3.1). The same holds for launches: a slightly slower host falls behind only after many micro-batches.
+
+    Raises:
+        UsageError: The program flushes, or has too few micro-batches.
     """
     if program.update_every is None:
         raise UsageError(
@@ -403,21 +444,25 @@ def steady_state(program: Program, costs: Costs) -> SteadyState:
 
 
 def _completion_times(order: Order, end: Array) -> Array:
-    """When micro-batches were done on all places, in that order, but for those of the drain: from the first
-    on whose last action any device runs after its last forward."""
+    """Return the ascending seconds when micro-batches were done at all places, without those of the drain.
+
+    The drain starts with the first micro-batch whose last action any device runs after its last forward.
+    """
     program = order.program
     done = np.zeros(program.micro_batches)
     np.maximum.at(done, order.micro_batch, end)
     drains = np.zeros(program.micro_batches, dtype=np.bool_)
-    for own in program.actions:
-        forwards = [index for index, action in enumerate(own) if action.kind == "F"]
-        drains[[action.micro_batch for action in own[forwards[-1] + 1 if forwards else 0 :]]] = True
+    for device_actions in program.actions:
+        forwards = [index for index, action in enumerate(device_actions) if action.kind == "F"]
+        drains[[action.micro_batch for action in device_actions[forwards[-1] + 1 if forwards else 0 :]]] = (
+            True
+        )
     limit = float(done[drains].min(initial=np.inf))
     return np.sort(done[~drains & (done <= limit)])
 
 
 def _period(times: Array) -> int | None:
-    """After how many entries they advance by the same amount again and again, if they do."""
+    """Return after how many entries the times advance by a constant amount, or None."""
     tolerance = SAME * float(times[-1])
     for period in range(1, (len(times) - 1) // PERIODS + 1):
         advance = times[period:] - times[:-period]
@@ -427,7 +472,7 @@ def _period(times: Array) -> int | None:
 
 
 def _reduction_seconds(order: Order, costs: Costs) -> float:
-    """Seconds of all-reduce for a micro-batch on the device that has most."""
+    """Return the all-reduce seconds per micro-batch on the device that has the most."""
     program = order.program
     if costs.all_reduce is None or program.update_every is None:
         return 0.0
