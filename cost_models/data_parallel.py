@@ -40,8 +40,19 @@ from .errors import UsageError
 
 @dataclass(frozen=True)
 class Workers:
-    """`compute_seconds` of a gradient on each worker; bytes of all gradients and of all weights; the port of
-    every worker and of each of the `servers`."""
+    """Workers of data parallelism and their parameter servers.
+
+    Attributes:
+        compute_seconds: Seconds of a gradient on each worker.
+        gradient_bytes: Bytes of all gradients.
+        weight_bytes: Bytes of all weights.
+        bandwidth_bytes_per_second: Bandwidth of the port of every worker and server.
+        latency_seconds: Latency of these ports.
+        servers: Number of parameter servers.
+
+    Raises:
+        UsageError: There is no worker or no server, or a worker's seconds are negative.
+    """
 
     compute_seconds: tuple[float, ...]
     gradient_bytes: float
@@ -61,12 +72,12 @@ class Workers:
 
     @property
     def push_seconds(self) -> float:
-        """Of a gradient through the port of a worker."""
+        """Seconds of a gradient through the port of a worker."""
         return self.gradient_bytes / self.bandwidth_bytes_per_second
 
     @property
     def pull_seconds(self) -> float:
-        """Of the weights through the port of a worker."""
+        """Seconds of the weights through the port of a worker."""
         return self.weight_bytes / self.bandwidth_bytes_per_second
 
 
@@ -80,46 +91,61 @@ class Pace:
     bounded: bool = False
 
     def seconds(self, gradients: int) -> float:
-        """Of so many gradients."""
+        """Return the seconds of `gradients` gradients."""
         return gradients / self.gradients_per_second
 
 
 def synchronous(workers: Workers) -> Pace:
-    """One parameter-server step after another."""
+    """Return the pace of consecutive synchronous parameter-server steps."""
     latency, ends, port = workers.latency_seconds, [], 0.0
-    for own in workers.compute_seconds:
+    for seconds in workers.compute_seconds:
         port = max(port, latency) + workers.pull_seconds / workers.servers
-        ends.append(max(port, latency + workers.pull_seconds) + own)
+        ends.append(max(port, latency + workers.pull_seconds) + seconds)
     port = done = 0.0
-    for start in (own + latency for own in sorted(ends)):
+    for start in (seconds + latency for seconds in sorted(ends)):
         port = max(port, start) + workers.push_seconds / workers.servers
         done = max(done, port, start + workers.push_seconds)
     return Pace(len(ends) / done, 0.0)
 
 
 def asynchronous(workers: Workers, push_every: int = 1, fetch_every: int = 1) -> Pace:
-    """Workers that wait for nobody; with periods of several gradients, Downpour. Raises UsageError."""
+    """Return the pace of workers that wait for nobody. With periods of several gradients this is Downpour.
+
+    Args:
+        workers: Workers and servers.
+        push_every: Gradients per push.
+        fetch_every: Gradients per fetch of the weights.
+
+    Raises:
+        UsageError: A period is not positive.
+    """
     for name, period in (("push_every", push_every), ("fetch_every", fetch_every)):
         if period < 1:
             raise UsageError(f"{name}={period}: must be at least 1", "Give 1 for every gradient.")
     latency, n = workers.latency_seconds, len(workers.compute_seconds)
     exchange = (workers.push_seconds + latency) / push_every + (workers.pull_seconds + latency) / fetch_every
     busiest = max(workers.push_seconds / push_every, workers.pull_seconds / fetch_every)
-    rate = _rate([own + exchange for own in workers.compute_seconds], busiest / workers.servers)
+    rate = _rate([seconds + exchange for seconds in workers.compute_seconds], busiest / workers.servers)
     return Pace(rate, (n - 1) * _mean_age(push_every, fetch_every) / push_every)
 
 
 def _rate(cycles: Sequence[float], busiest: float) -> float:
-    """Gradients a second: one in each cycle, as far as the busiest port, taken for so long by each, lets
-    them."""
-    return min(sum(1 / own for own in cycles), 1 / busiest if busiest else inf)
+    """Return the gradients per second: one per cycle, limited by the busiest port.
+
+    Args:
+        cycles: Seconds of a cycle of each worker.
+        busiest: Seconds for which one gradient occupies the busiest port.
+    """
+    return min(sum(1 / cycle for cycle in cycles), 1 / busiest if busiest else inf)
 
 
 def _mean_age(push_every: int, fetch_every: int) -> float:
-    """Gradients from the fetch of the weights that the first gradient of a push is of to that push, in the
-    mean: weights are fetched before gradient 0, f, 2 f, ..., and pushed after gradient p - 1, 2 p - 1, ..."""
+    """Return the mean number of gradients from the fetch for a push's first gradient to that push.
+
+    Weights are fetched before gradient 0, f, 2 f, ..., and pushed after gradient p - 1, 2 p - 1, ...
+    """
     pushes = range(push_every, lcm(push_every, fetch_every) + 1, push_every)
-    return sum(own - (own - push_every) // fetch_every * fetch_every for own in pushes) / len(pushes)
+    return sum(push - (push - push_every) // fetch_every * fetch_every for push in pushes) / len(pushes)
 
 
 def stale_synchronous(workers: Workers, bound: int) -> Pace:
@@ -134,11 +160,19 @@ def stale_synchronous(workers: Workers, bound: int) -> Pace:
 
 
 def hogwild(workers: Workers, memory_bytes_per_second: float) -> Pace:
-    """Workers of one machine on weights in its memory. Raises UsageError."""
+    """Return the pace of workers of one machine on weights in its memory.
+
+    Args:
+        workers: Workers.
+        memory_bytes_per_second: Bandwidth of the memory.
+
+    Raises:
+        UsageError: The bandwidth is not positive.
+    """
     if memory_bytes_per_second <= 0:
         raise UsageError(
             f"memory_bandwidth={memory_bytes_per_second:g}: must be above 0", "Give 200GB/s, say."
         )
     moved = (workers.weight_bytes + workers.gradient_bytes) / memory_bytes_per_second
-    rate = _rate([own + moved for own in workers.compute_seconds], moved)
+    rate = _rate([seconds + moved for seconds in workers.compute_seconds], moved)
     return Pace(rate, len(workers.compute_seconds) - 1)

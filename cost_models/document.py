@@ -1,6 +1,6 @@
-"""pplan's versioned JSON files: written whole or not at all, and refused with a reason.
+"""Versioned JSON files of pplan, written whole or not at all, and refused with a reason.
 
-Here are also the types of their fields, which hold every value to its range when it is read.
+The types of their fields check every value against its range when it is read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .text_files import FOR_A_RUNTIME, add_hash, escape_surrogates, list_kinds, 
 
 
 def _not_too_short(seconds: float) -> float:
-    """Refuse less than is predicted; pydantic would write the limit without an exponent."""
+    """Refuse less than the shortest predicted time. pydantic would write the limit without an exponent."""
     if seconds < LEAST_PREDICTED_SECONDS:
         raise ValueError(f"Input should be at least {LEAST_PREDICTED_SECONDS:g}")
     return seconds
@@ -56,37 +56,37 @@ Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 TotalBytes = Annotated[int, Field(ge=0, le=MOST_TOTAL_BYTES)]
 Ratio = Annotated[float, Field(ge=-MOST_RATIO, le=MOST_RATIO)]
 Rate = Annotated[float, Field(ge=0, le=MOST_RATIO)]
-"""Of samples, say, per second."""
+"""Rate per second, such as samples per second."""
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 MiniBatch = Annotated[int, Field(ge=1, le=MOST_MINI_BATCH)]
-"""Also of a micro-batch."""
+"""Samples of a mini-batch or a micro-batch."""
 Dimension = Annotated[int, Field(ge=1, le=MOST_MINI_BATCH)]
-"""Of a tensor."""
+"""Size of a dimension of a tensor."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 LayerIndex = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 LayerBound = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
-"""The layers before a place."""
+"""Number of layers before a position."""
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 MemberCount = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
-"""Of a level of links: of a node, say."""
+"""Number of members of a level of links, such as a node."""
 DeviceIndex = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]
 
 
 def _all_finite(content: dict[str, Any]) -> dict[str, Any]:
-    """Refuse other numbers among what another program names: JSON has none, but reads 1e400 as one."""
+    """Refuse infinite and NaN values in foreign content. JSON has none, but 1e400 is read as infinity."""
     json.dumps(content, allow_nan=False, default=str)
     return content
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_all_finite)]
-"""Keys and values that are not pplan's own."""
+"""Keys and values that pplan does not define."""
 
 
 class Record(BaseModel):
-    """A frozen part of a document. Keys it does not know may stand beside its own."""
+    """Frozen part of a document. Unknown keys are ignored."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, defer_build=True
@@ -94,7 +94,7 @@ class Record(BaseModel):
 
 
 class MadeBy(Record):
-    """What wrote a document: versions and the time (ISO 8601, UTC); of a profile the command line, too."""
+    """Origin of a document: versions and the time (ISO 8601, UTC), for a profile also the command line."""
 
     pplan: str = ""
     command: str = ""
@@ -106,7 +106,7 @@ class MadeBy(Record):
 
     @model_serializer(mode="wrap")
     def _without_command(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """Leave out the command line, except where a document keeps it."""
+        """Omit the command line unless the document keeps it."""
         content = write(self)
         if not (info.context or {}).get(_KEEPS_COMMAND):
             content.pop("command", None)
@@ -117,34 +117,47 @@ _KEEPS_COMMAND = "keeps_command"
 
 
 class Document(Record):
-    """A whole file. `kind` is the word a message uses for it, `newest_schema` the newest version known.
+    """File of pplan.
 
     The kind of a file for a training runtime is the runtime's name.
+
+    Attributes:
+        kind: Name of this kind of file in messages.
+        newest_schema: Newest known version.
     """
 
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
     keeps_command: ClassVar[bool] = False
-    """Whether the file says by which command it was made. Files that people share do not."""
+    """Whether the file records the command that made it. Files that people share do not."""
 
     schema_version: int = Field(default=1, alias="schema", ge=1, le=MOST_BYTES)
 
     def __str__(self) -> str:
-        """As short as the `repr`: pydantic's own is every field of a file."""
+        """Return the short `repr`. That of pydantic lists every field of a file."""
         return repr(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads and validates the file at `path`.
+        """Read and validate the file at `path`.
 
-        Raises FileError: missing, unreadable, truncated, of another kind, newer than this pplan, or with a
-        field whose value is not allowed (named with what was expected).
+        Raises:
+            FileError: The file is missing, unreadable, truncated, of another kind, or newer than this pplan,
+                or a field has a value that is not allowed (named with what was expected).
         """
         return cls.parse(read_text(Path(path), cls.kind), str(path))
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
-        """As `load`, from the text of a file; `where` names it in errors."""
+        """Read and validate the text of a file.
+
+        Args:
+            text: Text of the file.
+            where: Name of the file for messages.
+
+        Raises:
+            FileError: See `load`.
+        """
         _check_content(_parse_json(text, where, cls.kind), where, cls)
         try:
             # Strict: "0.01" is no number and 1.0 no count; a whole number may stand for seconds.
@@ -153,7 +166,7 @@ class Document(Record):
             raise _refusal(error, where, cls.kind) from error
 
     def to_json(self) -> str:
-        """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
+        """Return the text of the file with the hash of its content (see text_files.py)."""
         context = {_KEEPS_COMMAND: self.keeps_command}
         try:
             text = self.model_dump_json(by_alias=True, indent=1, context=context)
@@ -165,13 +178,18 @@ class Document(Record):
         return add_hash(text) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:
-        """What is written at `path`, and what belongs beside it."""
+        """Return the texts by path: the file at `path`, and those that accompany it."""
         return {path: self.to_json()}
 
     def save(self, path: str | Path, *, force: bool) -> None:
-        """Writes the file, and what belongs beside it; existing ones are replaced only with `force`.
+        """Write the file and those that accompany it.
 
-        Raises FileError.
+        Args:
+            path: Path of the file.
+            force: Whether existing files are replaced.
+
+        Raises:
+            FileError: A file exists or cannot be written.
         """
         for file, text in self.files(Path(path)).items():
             write_whole(file, text, force=force)
@@ -214,7 +232,11 @@ def _parse_json(text: str, where: str, kind: str) -> Any:
 
 
 def _check_content(content: Any, where: str, document: type[Document]) -> None:
-    """Raises FileError for another kind of file, and for one of a later pplan."""
+    """Check that the content is of this kind of file and not newer than this pplan.
+
+    Raises:
+        FileError: The file is of another kind or newer.
+    """
     kind, name = document.kind, _file_words(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
@@ -242,7 +264,7 @@ def _refusal(error: ValidationError, where: str, kind: str) -> FileError:
 
 
 def _input_text(error: ErrorDetails) -> str:
-    """The wrong value; not where it is missing, nor a whole object: its message names what is wrong in it."""
+    """Return the wrong value as text, or nothing if it is missing or a whole object."""
     value = error["input"]
     if error["type"] == "missing" or not error["loc"] or isinstance(value, dict):
         return ""

@@ -1,4 +1,4 @@
-"""What optimizers keep beside weights and gradients, and the bytes of a parameter by precision."""
+"""State of optimizers in addition to weights and gradients, and bytes of a parameter by precision."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ from typing import Literal
 from .errors import UsageError
 
 SCALE_BLOCK = 256
-"""Parameters that share one scale of an 8-bit state."""
+"""Number of parameters that share one scale of an 8-bit state."""
 
 StepKernels = Literal["fused", "foreach", "for-loop"]
-"""How an optimizer's step runs: one kernel, without temporaries; PyTorch's `foreach`, which makes those of
-all parameters at once (its default on a GPU); or parameter by parameter (its default on a CPU)."""
+"""Kernels of an optimizer's step.
+
+"fused" is one kernel without temporaries. "foreach" makes the temporaries of all parameters at once
+(PyTorch's default on a GPU). "for-loop" goes parameter by parameter (PyTorch's default on a CPU).
+"""
 
 
 ZERO_STAGES = (0, 1, 2, 3)
-"""Stages of ZeRO, by what the replicas of a pipeline stage spread among them (see `memory.Training`)."""
+"""Stages of ZeRO, by what the replicas of a pipeline stage spread (see `memory.Training`)."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a parameter: `weight` as the profiled passes use it, `gradient`, and `master`, the copy that
-    the optimizer updates in place of the weight (0: there is none). `kernels`: how it updates them."""
+    """Bytes of a parameter.
+
+    Attributes:
+        weight: Bytes of a weight in the profiled passes.
+        gradient: Bytes of a gradient.
+        master: Bytes of the copy that the optimizer updates instead of the weight. 0 for no copy.
+        kernels: Kernels of the optimizer's step.
+
+    Raises:
+        UsageError: A number of bytes is not positive.
+    """
 
     weight: float
     gradient: float
@@ -41,18 +53,28 @@ class Precision:
 FLOAT32 = Precision(weight=4, gradient=4)
 MIXED = Precision(weight=2, gradient=2, master=4)
 """16-bit weights and gradients, float32 master weights and states: with Adam 2 + 2 + 12 bytes a parameter.
+
 Micikevicius et al., "Mixed Precision Training", ICLR 2018; Rajbhandari et al., "ZeRO", SC 2020, section 3.1.
-Of float16 and of bfloat16 alike, where the model was profiled in them. Autocast keeps FLOAT32's weights."""
+This holds for float16 and bfloat16 if the model was profiled in them. Autocast keeps the weights of FLOAT32.
+"""
 MIXED_FLOAT32_GRADIENTS = Precision(weight=2, gradient=4, master=4)
-"""The same with gradients added up in float32, as Megatron-LM does for bfloat16."""
+"""Like `MIXED` with gradients summed in float32, as Megatron-LM does for bfloat16."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`states`: tensors the size of the weights, in the dtype of what the optimizer updates.
-    `own_bytes`: bytes a parameter that do not go by that dtype. `foreach`: temporaries of a step, each the
-    size of all weights; `for_loop`: each the size of the largest. Both as counted in torch.optim 2.14, with
-    weight decay (tests/profiler/memory/test_optimizer_steps.py)."""
+    """Optimizer and its memory.
+
+    Temporaries are those of torch.optim 2.14 with weight decay
+    (tests/profiler/memory/test_optimizer_steps.py).
+
+    Attributes:
+        name: Name of the optimizer.
+        states: Tensors of the size of the weights, in the dtype of what the optimizer updates.
+        own_bytes: Bytes per parameter that do not depend on that dtype.
+        foreach: Temporaries of a step with `foreach`, each of the size of all weights.
+        for_loop: Temporaries of a step with `for-loop`, each of the size of the largest weight.
+    """
 
     name: str
     states: int
@@ -61,18 +83,21 @@ class Optimizer:
     for_loop: int = 0
 
     def bytes_per_parameter(self, precision: Precision) -> float:
-        """Of its states, and of the master weights where there are some."""
+        """Return the bytes per parameter of the states and of the master weights if there are any."""
         updated = precision.master or precision.weight
         return precision.master + self.states * updated + self.own_bytes
 
     def update_bytes(self, precision: Precision) -> float:
-        """That a step reads and writes for a parameter at the least: its gradient is read, what is updated
-        and the states are read and written, and weights beside master weights are written."""
+        """Return the fewest bytes that a step reads and writes per parameter.
+
+        It reads the gradient, reads and writes the updated weight and the states, and writes the weight if
+        there is a master weight.
+        """
         weight = precision.weight if precision.master else 2 * precision.weight
         return precision.gradient + weight + 2 * self.bytes_per_parameter(precision)
 
     def has_temporaries(self, precision: Precision) -> bool:
-        """Whether a step makes tensors that are gone after it."""
+        """Return whether a step allocates tensors that it frees again."""
         return precision.kernels != "fused" and bool(self.foreach or self.for_loop)
 
 
@@ -92,7 +117,11 @@ OPTIMIZERS: dict[str, Optimizer] = {optimizer.name: optimizer for optimizer in _
 
 
 def find_optimizer(name: str) -> Optimizer:
-    """The optimizer of that name. Raises UsageError, with the names there are."""
+    """Return the optimizer of this name.
+
+    Raises:
+        UsageError: There is no such optimizer. The message lists the known names.
+    """
     try:
         return OPTIMIZERS[name]
     except KeyError:

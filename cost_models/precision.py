@@ -1,10 +1,10 @@
-"""The precision of training, by name: bytes of a weight, a gradient and a master weight.
+"""Precision of training by name: bytes of a weight, a gradient and a master weight.
 
-A profile says in which numbers the passes were measured; the precision says what training keeps besides. Of a
-profile in 16 bits, `mixed` keeps float32 master weights beside the 16-bit ones (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018), `bf16` keeps none. Under autocast the weights, the gradients and the
-optimizer's states are float32, and the 16-bit copies of the weights are among what backward saves: `mixed`,
-too, without master weights.
+A profile says in which dtype the passes were measured. The precision says what training keeps in addition.
+For a profile in 16 bits, `mixed` keeps float32 master weights (Micikevicius et al., "Mixed Precision
+Training", ICLR 2018), `bf16` keeps none. Under autocast the weights, the gradients and the optimizer's states
+are float32, and the 16-bit copies of the weights are among the tensors saved for backward. This is also
+`mixed`, without master weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .optimizers import Optimizer, Precision, StepKernels
 from .runtime import find_runtime
 
 PRECISIONS = ("fp32", "mixed", "bf16")
-"""The words of `precision`."""
+"""Values of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
-"""The words of `gradient_dtype`."""
+"""Values of `gradient_dtype`."""
 PrecisionName = Literal["fp64", "fp32", "mixed", "bf16"]
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 _DTYPES: dict[str, DtypeName] = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -29,8 +29,14 @@ _BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class TrainingPrecision:
-    """`name`: fp32, mixed or bf16 (fp64 of a profile in float64). `gradient_dtype`: of what the micro-batches
-    add up. `autocast`: whether the profile's passes ran under it, with float32 weights."""
+    """Precision of training.
+
+    Attributes:
+        name: fp32, mixed or bf16 (fp64 for a profile in float64).
+        gradient_dtype: Dtype of the sum over micro-batches.
+        bytes: Bytes of a parameter.
+        autocast: Whether the profiled passes ran under autocast with float32 weights.
+    """
 
     name: PrecisionName
     gradient_dtype: DtypeName
@@ -38,12 +44,12 @@ class TrainingPrecision:
     autocast: bool = False
 
     def bytes_per_parameter(self, optimizer: Optimizer) -> float:
-        """Of weight, gradient, master weight and the optimizer's states."""
+        """Return the bytes of weight, gradient, master weight and the optimizer's states."""
         return self.bytes.weight + self.bytes.gradient + optimizer.bytes_per_parameter(self.bytes)
 
     @property
     def limitation(self) -> str | None:
-        """A disadvantage of the precision, in words; None where it has none."""
+        """Disadvantage of the precision as text, or None."""
         if self.name != "bf16":
             return None
         return (
@@ -61,32 +67,40 @@ def training_precision(
     runtime: str | None = None,
     device: str = "",
 ) -> TrainingPrecision:
-    """The precision of a profile in `dtype`, measured under autocast to `amp` where that is given.
+    """Return the precision of training on a profile.
 
-    `device`: cpu, cuda or analytic, as in the profile: it says how PyTorch's optimizers step; where it is not
-    known, no temporaries of theirs are counted.
+    "auto" is `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
+    the weights, but float32 if the weights are bfloat16 and the runtime sums in float32
+    (`Runtime.own_optimizer`).
 
-    "auto": `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
-    the weights, but float32 where the weights are bfloat16 and the runtime adds up in float32
-    (`Runtime.own_optimizer`). Raises UsageError for unknown words, and for a precision whose passes are
-    not those that were profiled.
+    Args:
+        dtype: Dtype of the profile.
+        amp: Dtype of autocast during the profile, or None.
+        precision: One of `PRECISIONS`, or "auto".
+        gradient_dtype: One of `GRADIENT_DTYPES`, or "auto".
+        runtime: Name of the runtime, or None.
+        device: Device of the profile: cpu, cuda or analytic. It decides the kernels of PyTorch's optimizers.
+            No temporaries are counted if it is unknown.
+
+    Raises:
+        UsageError: A word is unknown, or the passes of the precision are not those of the profile.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", f"Use one of: {', '.join(_DTYPES)}.")
-    own = _DTYPES[dtype]
-    check_word("precision", precision, ("auto", *PRECISIONS), own)
-    check_word("gradient_dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
-    autocast = amp is not None and own == "fp32"
-    usual = "mixed" if autocast or own in ("fp16", "bf16") else own
+    weights = _DTYPES[dtype]
+    check_word("precision", precision, ("auto", *PRECISIONS), weights)
+    check_word("gradient_dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), weights)
+    autocast = amp is not None and weights == "fp32"
+    usual = "mixed" if autocast or weights in ("fp16", "bf16") else weights
     name = cast(PrecisionName, usual if precision == "auto" else precision)
-    _check_passes(name, own, autocast, amp)
+    _check_passes(name, weights, autocast, amp)
     gradient = cast(DtypeName, gradient_dtype)
     if gradient_dtype == "auto":
-        adds_up = name == "mixed" and own == "bf16" and _has_own_optimizer(runtime)
-        gradient = "fp32" if adds_up else own
-    _check_gradients(gradient, name, own, autocast)
+        adds_up = name == "mixed" and weights == "bf16" and _has_own_optimizer(runtime)
+        gradient = "fp32" if adds_up else weights
+    _check_gradients(gradient, name, weights, autocast)
     master = 4 if name == "mixed" and not autocast else 0
-    bytes_of_training = Precision(_BYTES[own], _BYTES[gradient], master, step_kernels(device, runtime))
+    bytes_of_training = Precision(_BYTES[weights], _BYTES[gradient], master, step_kernels(device, runtime))
     return TrainingPrecision(name, gradient, bytes_of_training, autocast)
 
 
@@ -95,28 +109,39 @@ def _has_own_optimizer(runtime: str | None) -> bool:
 
 
 def step_kernels(device: str, runtime: str | None = None) -> StepKernels:
-    """How the optimizer of a runtime (None: PyTorch's own) steps on such a device."""
+    """Return the kernels with which the optimizer of a runtime (None for PyTorch) steps on a device."""
     if _has_own_optimizer(runtime):
         return "fused"
     return {"cpu": "for-loop", "cuda": "foreach", "analytic": "foreach"}.get(device, "fused")  # type: ignore[return-value]
 
 
 def check_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:
-    """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
+    """Check that the word is one of `words` or `also`.
+
+    Raises:
+        UsageError: The word is unknown. The message names the most similar one.
+    """
     if word not in (*words, also):
         raise arguments.unknown_word(field, word, words)
 
 
-def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:
-    """Whether a model profiled so can be trained so: seconds and activations are those of the profile."""
+def _check_passes(name: str, weights: str, autocast: bool, amp: str | None) -> None:
+    """Check that the profile's seconds and activations are those of training with this precision.
+
+    Args:
+        name: Precision of training.
+        weights: Dtype of the profiled weights.
+        autocast: Whether the profile ran under autocast.
+        amp: Dtype of autocast.
+    """
     if autocast:
         fits, measured = name == "mixed", f"under autocast to {amp}"
-    elif own == "bf16":
+    elif weights == "bf16":
         fits, measured = name in ("mixed", "bf16"), "in bfloat16"
-    elif own == "fp16":
+    elif weights == "fp16":
         fits, measured = name == "mixed", "in float16"
     else:
-        fits, measured = name == own, f"in {'float32' if own == 'fp32' else 'float64'}"
+        fits, measured = name == weights, f"in {'float32' if weights == 'fp32' else 'float64'}"
     if fits:
         return
     needed = {
@@ -124,18 +149,20 @@ def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:
         "mixed": "pplan profile dtype='bfloat16', or amp='bf16'",
         "bf16": "pplan profile dtype='bfloat16'",
     }.get(name, "pplan profile dtype='float64'")
-    why = "float16 loses small gradients without float32 weights" if (own, name) == ("fp16", "bf16") else ""
+    why = (
+        "float16 loses small gradients without float32 weights" if (weights, name) == ("fp16", "bf16") else ""
+    )
     raise UsageError(
         f"precision={name!r}: the profile was measured {measured}{f' ({why})' if why else ''}",
         f"Its seconds and activations are not those of {name}: profile with {needed}.",
     )
 
 
-def _check_gradients(gradient: str, name: str, own: str, autocast: bool) -> None:
-    allowed = (own, "fp32") if name == "mixed" else (own,)
+def _check_gradients(gradient: str, name: str, weights: str, autocast: bool) -> None:
+    allowed = (weights, "fp32") if name == "mixed" else (weights,)
     if gradient in allowed:
         return
-    what = "float32 weights under autocast" if autocast else f"{own} weights with precision={name!r}"
+    what = "float32 weights under autocast" if autocast else f"{weights} weights with precision={name!r}"
     raise UsageError(
         f"gradient_dtype={gradient!r}: the gradients of {what} are {' or '.join(dict.fromkeys(allowed))}",
         "Omit it, or choose another `precision`.",

@@ -34,7 +34,7 @@ Peak = Annotated[float, Field(ge=1e6, le=1e20)]
 
 
 class _RooflineKeys(BaseModel):
-    """Fields of the file."""
+    """Keys of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
@@ -51,9 +51,10 @@ class _RooflineKeys(BaseModel):
 
 
 def load_roofline(path: Path) -> Roofline:
-    """Reads and validates the file.
+    """Read and validate a roofline file.
 
-    Raises FileError: missing, not TOML, a key that is missing or not known, a value that is not allowed.
+    Raises:
+        FileError: The file is missing or not TOML, a key is missing or unknown, or a value is not allowed.
     """
     content = read_toml(read_text(path, "roofline"), path, _EXAMPLE)
     keys, source = read_keys(content, path, _RooflineKeys, _EXAMPLE), str(path)
@@ -94,10 +95,17 @@ def read_keys(
     example: str,
     tables: Mapping[str, tuple[type[BaseModel], str]] | None = None,
 ) -> Keys:
-    """The keys of a TOML file. `tables`: the keys of each kind of table in it, with an example.
+    """Return the keys of a TOML file.
 
-    Raises FileError: a key that is missing or not known (with the nearest that is), a value that is not
-    allowed.
+    Args:
+        content: Content of the file.
+        path: Path for messages.
+        model: Keys of the file.
+        example: Example for messages.
+        tables: Keys of each kind of table in the file, with an example.
+
+    Raises:
+        FileError: A key is missing or unknown (the message names a similar one), or a value is not allowed.
     """
     try:
         return model.model_validate(content)
@@ -120,7 +128,11 @@ def read_keys(
 
 
 def read_toml(text: str, path: Path, example: str) -> dict[str, Any]:
-    """The content of a TOML file. Raises FileError."""
+    """Return the content of a TOML file.
+
+    Raises:
+        FileError: The text is not TOML.
+    """
     try:
         return parse_toml(text)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Schedules by name: the order in which devices run forwards, backwards and weight gradients.
 
-Each is a short function under the drawing of its order; programs used last are kept.
+Each schedule is a short function below a drawing of its order. Recently used programs are cached.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Program:
 
 
 def stage_lists(stages: int, micro_batches: int) -> list[list[Action]]:
-    """Each stage's actions in order."""
+    """Return the actions of each stage under 1F1B, in order."""
     return [
         alternate_passes(one_f_one_b_in_flight(stage, stages, micro_batches), micro_batches)
         for stage in range(stages)
@@ -87,7 +87,7 @@ def stage_lists(stages: int, micro_batches: int) -> list[list[Action]]:
 
 
 def alternate_passes(ahead: int, micro_batches: int) -> list[Action]:
-    """A stage's list: `ahead` forwards, then B and F in turn, then the backwards that are left."""
+    """Return a stage's list: `ahead` forwards, then B and F in turn, then the remaining backwards."""
     order = [Action("F", m) for m in range(ahead)]
     for m in range(micro_batches - ahead):
         order += [Action("B", m), Action("F", m + ahead)]
@@ -95,7 +95,7 @@ def alternate_passes(ahead: int, micro_batches: int) -> list[Action]:
 
 
 def one_f_one_b_in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches held at a time by `stage` (0-based)."""
+    """Return the most micro-batches that `stage` (0-based) holds at a time under 1F1B."""
     return min(micro_batches, stages - stage)
 
 
@@ -114,7 +114,7 @@ def dapple(stages: int, micro_batches: int, policy: Policy = "PA") -> Program:
                    stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
     PA is 1F1B's order. PB keeps computing while activations and gradients travel, for nearly twice the
-    memory; worth it where a transfer is long beside a stage. Fan et al., "DAPPLE", PPoPP 2021, section 3.
+    memory. Use it if a transfer is long relative to a stage. Fan et al., "DAPPLE", PPoPP 2021, section 3.
     Needs of the runtime: as 1F1B. Weight versions: 1. Staleness: 0.
 
     1F1B with the warm-up of the policy: PA where transfers are short, PB where they are long.
@@ -128,13 +128,13 @@ def dapple(stages: int, micro_batches: int, policy: Policy = "PA") -> Program:
 
 
 def dapple_in_flight(stage: int, stages: int, micro_batches: int, policy: Policy = "PA") -> int:
-    """Micro-batches held at a time by `stage` (0-based): the forwards ahead of its first backward."""
+    """Return the most micro-batches that `stage` (0-based) holds: the forwards before its first backward."""
     ahead = stages - stage if policy == "PA" else 2 * (stages - stage) - 1
     return min(micro_batches, ahead)
 
 
 Turn = tuple[int, int]
-"""A micro-batch and a chunk."""
+"""Micro-batch and chunk."""
 
 
 def interleaved(
@@ -168,7 +168,7 @@ def interleaved(
 def device_actions(
     device: int, stages: int, micro_batches: int, virtual_stages: int, a_round: int | None = None
 ) -> list[Action]:
-    """One device's list; numbers as of `program`."""
+    """Return the actions of one device under interleaved 1F1B. Arguments are those of `interleaved`."""
     size = stages if a_round is None else a_round
     forwards = list_turns(range(virtual_stages), micro_batches, size)
     backwards = list_turns(range(virtual_stages - 1, -1, -1), micro_batches, size)
@@ -176,7 +176,7 @@ def device_actions(
 
 
 def list_turns(chunks: Iterable[int], micro_batches: int, size: int) -> list[Turn]:
-    """The turns in order: a round of `size` micro-batches goes through all chunks, then the next round."""
+    """Return the turns in order: a round of `size` micro-batches through all chunks, then the next round."""
     order = tuple(chunks)
     return [
         (first + m, chunk) for first in range(0, micro_batches, size) for chunk in order for m in range(size)
@@ -184,7 +184,7 @@ def list_turns(chunks: Iterable[int], micro_batches: int, size: int) -> list[Tur
 
 
 def alternate_actions(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Action]:
-    """A device's list: `ahead` forwards, then a forward and a backward in turn, then the backwards left."""
+    """Return a device's list: `ahead` forwards, then F and B in turn, then the other backwards."""
     order = [Action("F", *turn) for turn in forwards[:ahead]]
     together = len(forwards) - len(order)
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -193,7 +193,7 @@ def alternate_actions(forwards: list[Turn], backwards: list[Turn], ahead: int) -
 
 
 def looped_pipe(stages: int, virtual_stages: int) -> tuple[tuple[StageSlot, ...], ...]:
-    """One pipe: all devices with their first chunk, then all with their second, and so on."""
+    """Return one pipe: all devices with their first chunk, then all with their second, and so on."""
     return (tuple(StageSlot(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
 
 
@@ -280,16 +280,22 @@ def zb_h1(stages: int, micro_batches: int) -> Program:
     return linear_program([split_backwards(stages - stage, stage, micro_batches) for stage in range(stages)])
 
 
-def split_backwards(ahead: int, behind: int, micro_batches: int) -> list[Action]:
-    """A stage's list: `ahead` forwards, then B, W and F in turn, the W `behind` micro-batches after its B."""
+def split_backwards(ahead: int, delay: int, micro_batches: int) -> list[Action]:
+    """Return a stage's list: `ahead` forwards, then B, W and F in turn, then the remaining W.
+
+    Args:
+        ahead: Forwards before the first backward.
+        delay: Micro-batches by which a W follows its B.
+        micro_batches: Number of micro-batches.
+    """
     order = [Action("F", m) for m in range(min(ahead, micro_batches))]
     for m in range(micro_batches):
         order.append(Action("B", m))
-        if m >= behind:
-            order.append(Action("W", m - behind))
+        if m >= delay:
+            order.append(Action("W", m - delay))
         if m + ahead < micro_batches:
             order.append(Action("F", m + ahead))
-    return order + [Action("W", m) for m in range(max(micro_batches - behind, 0), micro_batches)]
+    return order + [Action("W", m) for m in range(max(micro_batches - delay, 0), micro_batches)]
 
 
 def zb_h2(stages: int, micro_batches: int) -> Program:
@@ -360,7 +366,8 @@ def zb_v(stages: int, micro_batches: int) -> Program:
     """
     turns = (_zb_v_turns(device, stages, max(micro_batches, 2 * stages - 1)) for device in range(stages))
     actions = tuple(
-        tuple(action for action in number_actions(own) if action.micro_batch < micro_batches) for own in turns
+        tuple(action for action in number_actions(device_turns) if action.micro_batch < micro_batches)
+        for device_turns in turns
     )
     return Program(actions, v_pipe(stages), (0,) * micro_batches)
 
@@ -400,20 +407,24 @@ def dualpipe_v(stages: int, micro_batches: int) -> Program:
 
 
 def _dualpipe_v_device(device: int, stages: int, micro_batches: int) -> list[Action]:
-    after, own = stages - 1 - device, device + 1
-    turns: list[ChunkTurn] = [F0] * (2 * after) + [F0, F1] * own + [B1, W1, F1] * after
-    turns += [F0, B1, F1, B0] * (micro_batches - 2 * stages + own) + [B1, F1, B0] * after
-    drain = list(number_actions(turns + [B1, B0] * own + [B0] * after))[len(turns) :]
-    return list(number_actions(turns)) + _with_weights(drain, own)
+    later, whole = stages - 1 - device, device + 1
+    turns: list[ChunkTurn] = [F0] * (2 * later) + [F0, F1] * whole + [B1, W1, F1] * later
+    turns += [F0, B1, F1, B0] * (micro_batches - 2 * stages + whole) + [B1, F1, B0] * later
+    drain = list(number_actions(turns + [B1, B0] * whole + [B0] * later))[len(turns) :]
+    return list(number_actions(turns)) + _with_weights(drain, whole)
 
 
-def _with_weights(drain: list[Action], own: int) -> list[Action]:
-    """The drain: `own` whole backwards, `own` without W, a W before each of the others, then those left."""
-    late = [Action("W", *action[1:]) for action in drain[own:]]
-    order = drain[: 2 * own]
-    for weight, backward in zip(late, drain[2 * own :], strict=False):
+def _with_weights(drain: list[Action], whole: int) -> list[Action]:
+    """Return the drain with its weight gradients.
+
+    The order is `whole` backwards in one part, `whole` without W, a W before each other one, then the
+    remaining W.
+    """
+    late = [Action("W", *action[1:]) for action in drain[whole:]]
+    order = drain[: 2 * whole]
+    for weight, backward in zip(late, drain[2 * whole :], strict=False):
         order += [weight, backward]
-    return order + late[len(drain) - 2 * own :]
+    return order + late[len(drain) - 2 * whole :]
 
 
 def pipedream(stages: int, micro_batches: int) -> Program:
@@ -447,7 +458,7 @@ def pipedream_2bw(stages: int, micro_batches: int, update_every: int | None = No
     everywhere on the version that was the newest on stage 0 when it entered, later ones on the next (double-
     buffered weights). Every gradient, on every stage, is applied one update late: W(t+1) = W(t) - lr *
     gradient(W(t-1)). Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section
-    3.1 and figure 2. Needs of the runtime: two versions of the weights, updates beside the running pipeline.
+    3.1 and figure 2. Needs of the runtime: two versions of the weights, updates during the running pipeline.
     Weight versions: 2. Staleness: 1, on all stages.
 
     1F1B's lists, `micro_batches` in a row, with an update after each `update_every` (None: the stages).
@@ -472,7 +483,7 @@ def wpipe(stages: int, micro_batches: int, update_every: int | None = None) -> P
     group's next forwards run between its backwards, on the newer of two versions, its gradients one update
     late: half of the versions and of the late gradients of 2BW. Yang et al., "Group-based Interleaved
     Pipeline Parallelism for Large-scale DNN Training", ICLR 2022. Needs of the runtime: two chunks a device,
-    two versions of the first one's weights, an update of one chunk beside the running pipeline. Weight
+    two versions of the first one's weights, an update of one chunk during the running pipeline. Weight
     versions: 2 of the first chunk, 1 of the second, 1.5 on average. Staleness: 1 in the first chunk, 0 in
     the second.
 
@@ -502,8 +513,8 @@ def xpipe(stages: int, micro_batches: int, update_every: int | None = None) -> P
     global batch and its own update others come: the weights are predicted over that many with Adam's
     moments, for the forward and again for the backward, and no earlier version is kept. The first micro-
     batch of a global batch predicts and the others take its prediction, while forwards of one global batch
-    and backwards of another take turns: so both predictions are there, beside the weights that the update
-    changes, whatever T is. Guan et al., "XPipe", arXiv 1911.04610. Needs of the runtime: Adam-like moments
+    and backwards of another take turns: so both predictions are held, and the weights that the update
+    changes, for any T. Guan et al., "XPipe", arXiv 1911.04610. Needs of the runtime: Adam-like moments
     to predict with, a prediction per global batch and pass. Weight versions: 3, two of them predicted.
     Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the prediction makes up.
 
@@ -516,10 +527,10 @@ def xpipe(stages: int, micro_batches: int, update_every: int | None = None) -> P
 
 
 def xpipe_staleness(stage: int, stages: int, micro_batches: int, update_every: int | None = None) -> int:
-    """Updates between the weights that a global batch finds and those that its gradient changes.
+    """Return the updates between the weights that a global batch reads and those that its gradient changes.
 
-    In the list of stage i the forward of micro-batch n comes after the backward of n - (p - i); global batch
-    k starts with n = k T, so that of the k updates before its own ceil((p - 1 - i) / T) are still to come.
+    In the list of stage i the forward of micro-batch n comes after the backward of n - (p - i). Global batch
+    k starts with n = k T. So ceil((p - 1 - i) / T) of the k updates before its update are still to come.
     """
     every = stages if update_every is None else update_every
     return min(-(-(stages - 1 - stage) // every), (micro_batches - 1) // every)
@@ -589,8 +600,8 @@ def autopipe(stages: int, micro_batches: int, sliced: int = 1) -> Program:
     whole = [(m + sliced,) for m in range(sliced, micro_batches)]
     entries: list[tuple[int, ...]] = [*halves, *whole]
     actions = tuple(
-        tuple(Action(kind, entry) for kind, m, _ in own for entry in entries[m])
-        for own in stage_lists(stages, micro_batches)
+        tuple(Action(kind, entry) for kind, m, _ in stage_actions for entry in entries[m])
+        for stage_actions in stage_lists(stages, micro_batches)
     )
     pipe = tuple(StageSlot(stage) for stage in range(stages))
     shares = tuple(1 / len(parts) for parts in entries for _ in parts)
@@ -780,14 +791,18 @@ _ALL = (
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
-"""Those of papers, and those that the user registered."""
+"""Schedules by name: those of papers, and those that the user registered."""
 PUBLISHED = frozenset(SCHEDULES)
 MOST_COPIES = max(schedule.copies for schedule in _ALL)
-"""Of the weights of a layer, that a micro-batch may be the first of."""
+"""Most copies of a layer's weights that a schedule holds."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of that name. Raises UsageError, with the names there are."""
+    """Return the schedule of this name.
+
+    Raises:
+        UsageError: There is no such schedule. The message lists the known names.
+    """
     try:
         return SCHEDULES[name]
     except KeyError:
@@ -797,18 +812,22 @@ def find_schedule(name: str) -> Schedule:
 
 
 KEPT_ACTIONS = 500_000
-"""Of all kept programs together, where they are several: some 300 bytes each."""
+"""Most actions of all cached programs together, of about 300 bytes each."""
 
 
 class ProgramCache:
-    """The programs used last, of at most so many actions together, but always the last one."""
+    """Cache of recently used programs.
+
+    Args:
+        most: Most actions of all programs together. The last program is always kept.
+    """
 
     def __init__(self, most: int) -> None:
         self.most, self.actions = most, 0
         self.programs: OrderedDict[tuple[str, int, int], Program] = OrderedDict()
 
     def program(self, schedule: str, stages: int, micro_batches: int) -> Program:
-        """The program of a schedule by name."""
+        """Return the program of a schedule by name."""
         key = (schedule, stages, micro_batches)
         if key in self.programs:
             self.programs.move_to_end(key)
@@ -821,13 +840,13 @@ class ProgramCache:
         return program
 
     def forget(self, schedule: str) -> None:
-        """Drops the programs of a schedule."""
+        """Remove the programs of a schedule."""
         for key in [key for key in self.programs if key[0] == schedule]:
             self.actions -= _actions(self.programs.pop(key))
 
 
 def _actions(program: Program) -> int:
-    return sum(len(own) for own in program.actions)
+    return sum(len(device_actions) for device_actions in program.actions)
 
 
 PROGRAMS = ProgramCache(KEPT_ACTIONS)
