@@ -270,21 +270,26 @@ def slow_devices(name: str, value: Any) -> tuple[float, float] | None:
 
 
 def watts(name: str, value: Any) -> dict[str, tuple[float, float]] | None:
-    """By kind of device the watts while it computes and while it waits, also as a text, or None. Raises
-    UsageError."""
+    """Return the watts of each kind of device while it computes and while it waits.
+
+    The value may be a mapping, a text, or None.
+
+    Raises:
+        UsageError: The value is invalid.
+    """
     hint = f"For example: {name}='A100=400/60,T4=70/10', computing and waiting."
     if value is None:
         return None
     kinds = value
     if isinstance(value, str):
-        pairs = [own.partition("=")[::2] for own in value.split(",")]
+        pairs = [number.partition("=")[::2] for number in value.split(",")]
         kinds = {kind.strip(): power.split("/") for kind, power in pairs}
     if not isinstance(kinds, Mapping) or not kinds:
         raise _wrong(name, value, "watts by kind of device", hint)
     powers = {}
     for kind, both in kinds.items():
         try:
-            busy, idle = (float(own) for own in both)
+            busy, idle = (float(number) for number in both)
         except (TypeError, ValueError):
             raise UsageError(f"{name}={value!r}: {kind} has not two numbers of watts", hint) from None
         if not 0 <= idle <= busy < inf:
@@ -331,7 +336,10 @@ def optional_word(name: str, value: Any) -> str | None:
 
 
 def unknown_word(name: str, value: str, choices: Sequence[str], more: str = "") -> UsageError:
-    """The error for a word that is none of the `choices`, with the nearest; `more` ends their list."""
+    """Return the error for a word that is not one of the `choices`, with similar ones.
+
+    `more` ends their list.
+    """
     near = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(f"{name}={value!r}: not known", f"{guess}Use one of: {', '.join(choices)}{more}.")
@@ -377,7 +385,7 @@ def _short_number(number: int) -> str:
 
 
 def _goes_through(values: Any) -> bool:
-    """Whether it is a list or the like; a text is none."""
+    """Return whether the value can be iterated and is not a text."""
     try:
         iter(values)
     except TypeError:
@@ -404,14 +412,20 @@ Read = Callable[[Any, str], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is asked for.
+    """Declaration of a field for the command line.
 
-    `help`: one sentence; a field without it is no option of the command line. `form`: what stands for the
-    value there; `panel`: the heading of the help that it stands under; `flag`: its name where that is not the
-    field's; one that begins with "no-" makes the field False. `words`: all that may be typed; `least`: the
-    smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
-    `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
-    the value itself. `aliases`: other names of the option, which people type.
+    Attributes:
+        help: One sentence. A field without it is not an option of the command line.
+        form: Placeholder for the value.
+        panel: Heading in the help.
+        flag: Name of the option if it differs from the field. One that begins with "no-" sets the field to
+            False.
+        words: Allowed words.
+        least: Smallest allowed integer.
+        read: Reader of texts other than words or numbers.
+        repeats: True if the option may be given several times.
+        default_text: Default as it is typed, if it differs from the value.
+        aliases: Other names of the option.
     """
 
     check: Check
@@ -485,15 +499,15 @@ class Options:
     """Fields made by `option`, checked when they are set. Raises UsageError."""
 
     def __post_init__(self) -> None:
-        for name, own in list_declarations(type(self)).items():
-            object.__setattr__(self, name, own.check(name, getattr(self, name)))
+        for name, declaration in list_declarations(type(self)).items():
+            object.__setattr__(self, name, declaration.check(name, getattr(self, name)))
 
 
 def list_declarations(model: Any) -> dict[str, Option]:
     """The declarations of a model's fields, by their names; an inherited one of a field declared again."""
     declarations: dict[str, Option] = {}
-    for own in reversed(model.__mro__):
-        attributes = vars(own) | vars(own).get("__dataclass_fields__", {})
+    for base in reversed(model.__mro__):
+        attributes = vars(base) | vars(base).get("__dataclass_fields__", {})
         metadata = {name: value.metadata for name, value in attributes.items() if isinstance(value, Field)}
         declarations |= {name: each["option"] for name, each in metadata.items() if "option" in each}
     return declarations
@@ -559,16 +573,16 @@ def takes(
 
 
 def _list_arguments(model: Any) -> dict[str, tuple[str, Any, Option | None]]:
-    """By name the type of each argument as it is written, its default or field, and its declaration."""
+    """Return the written type, the default or field, and the declaration of each argument, by name."""
     listed: dict[str, tuple[str, Any, Option | None]] = {}
     declarations = list_declarations(model)
-    for own in reversed(model.__mro__):
-        for name, written in inspect.get_annotations(own).items():
+    for base in reversed(model.__mro__):
+        for name, written in inspect.get_annotations(base).items():
             kind = str(written)
             if kind.startswith("Converted["):
                 converted = cast(ast.Subscript, ast.parse(kind, mode="eval").body)
                 kind = ast.unparse(cast(ast.Tuple, converted.slice).elts[0])
-            listed[name] = kind, vars(own).get(name, MISSING), declarations.get(name)
+            listed[name] = kind, vars(base).get(name, MISSING), declarations.get(name)
     return listed
 
 
@@ -582,15 +596,19 @@ _LINE = 92
 
 
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
-    """Each value by itself, of fields that one of the models has. Raises UsageError."""
+    """Check each value of a field that one of the models has.
+
+    Raises:
+        UsageError: A value is invalid.
+    """
     for model in models:
-        for name, own in list_declarations(model).items():
+        for name, declaration in list_declarations(model).items():
             if name in values:
-                own.check(name, values[name])
+                declaration.check(name, values[name])
 
 
 def unknown_option(name: str, names: list[str], of: str) -> UsageError:
-    """The error for a name that is no option."""
+    """Return the error for an unknown option."""
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(names)}.")

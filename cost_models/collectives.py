@@ -91,7 +91,7 @@ def reduce_scatter_seconds(topology: Topology, devices: Iterable[int], bytes: Am
 
 
 def all_gather_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
-    """Return the seconds until every device has all `bytes`, of which each of n devices holds an n-th part.
+    """Return the seconds until every device has all `bytes`. Before, each of n devices holds an n-th part.
 
     The steps are those of a reduce-scatter in reverse.
     """
@@ -256,7 +256,7 @@ def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount
 
 
 def _at_once(ranks: list[int], devices_per_port: int) -> int:
-    """Return the most of these devices that share one port."""
+    """Return the largest number of `ranks` that share one port."""
     return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
 
 
@@ -322,7 +322,7 @@ def exposed_all_reduce_seconds(
 
 
 def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[float]]:
-    """By bucket the index of its last gradient, in the order in which they become ready, and its bytes."""
+    """Return the index of the last gradient of each bucket, in the order of readiness, and its bytes."""
     buckets = gradient_buckets(gradients)
     # A bucket is complete with its last gradient; layers without parameters add nothing to wait for.
     last = [int(start + np.flatnonzero(gradients[start:stop])[-1]) for start, stop in buckets]
@@ -445,7 +445,7 @@ class Routes:
 
     @property
     def alike(self) -> bool:
-        """Whether every node has the same links to the next."""
+        """True if every node has the same links to the next."""
         return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:

@@ -306,7 +306,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class CostRow:
-    """What a layer or a stage takes: seconds forward and backward, and bytes, against a limit."""
+    """Costs of a layer or a stage: seconds of forward and backward, and bytes with their limit."""
 
     label: str
     forward: float

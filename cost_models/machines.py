@@ -293,7 +293,7 @@ class Roofline:
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether compute capability is 8.0 or higher, as flash attention and bfloat16 need."""
+        """True if compute capability is 8.0 or higher, as flash attention and bfloat16 need."""
         return "bfloat16" in self.peaks
 
     def peak(self, dtype: str) -> float:

@@ -92,7 +92,7 @@ class Program:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are separate actions."""
+        """True if some weight gradients are separate actions."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     def share(self, micro_batch: int) -> float:

@@ -1,4 +1,4 @@
-"""The table of training runtimes: what each can run, what its file looks like, and how it is started.
+"""Training runtimes: what each can run, what its file looks like, and how it is started.
 
 Sources: torchgpipe (Kim et al., "torchgpipe", arXiv:2004.09910; version 0.0.7), FairScale 0.4.13 (its
 `nn.Pipe` is a fork of torchgpipe), DeepSpeed 0.19.8 (`runtime/pipe/schedule.py`: TrainSchedule is 1F1B;
@@ -19,16 +19,20 @@ from .errors import UsageError
 from .schedules import PUBLISHED
 
 OFFLOAD: Final = "offload"
-"""The word for a stage that keeps what it saves for backward in the host's memory meanwhile."""
+"""Word for a stage that keeps saved tensors in host memory until backward."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A training runtime.
+    """Training runtime.
 
-    `schedules` and `recompute` are the words of the plan file. `replicas`: "none", or "equal" where every
-    stage has the same number. `one_process`: one Python process launches the work of all stages, so that
-    their host times add up, and the devices must be those of one machine.
+    Attributes:
+        name: Name of the runtime.
+        schedules: Schedules that it runs, as the plan file names them.
+        recompute: Kinds of recomputation that it runs, as the plan file names them.
+        replicas: "none", or "equal" if every stage has the same number of replicas.
+        one_process: True if one Python process launches the work of all stages. Host times then add up, and
+            all devices must be in one machine.
     """
 
     name: str
@@ -39,68 +43,74 @@ class Runtime:
     trains_every_stage: bool
     """True if it refuses a stage without trained weights."""
     recompute_by_stage: bool = False
-    """Whether each stage may recompute or not, for itself."""
+    """True if stages may recompute differently."""
     first_blocks: bool = False
-    """Whether it runs a number of first transformer blocks again, the same of every stage."""
+    """True if it recomputes a number of first transformer blocks, equal on every stage."""
     virtual_stages: bool = False
-    """Whether a device may hold several stages."""
+    """True if a device may hold several stages."""
     shares_layers: bool = False
-    """Whether several devices may share every layer of a stage."""
+    """True if several devices may share every layer of a stage."""
     own_layers: bool = False
-    """True if it computes a transformer with layers and kernels of its own."""
+    """True if it computes a transformer with its layers and kernels instead of the model's."""
     any_order: bool = False
-    """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
+    """True if it takes lists of actions, and so schedules that pplan does not know."""
     receives_ahead: bool = False
-    """Whether a stage has buffers for what it receives in a whole step, from its beginning."""
+    """True if a stage has buffers for the inputs of a whole step from its beginning."""
     zero: frozenset[int] = frozenset({0})
-    """The stages of ZeRO that it runs over the replicas of a stage of a pipeline."""
+    """Stages of ZeRO that it runs over the replicas of a pipeline stage."""
     no_zero: str = "it spreads nothing over replicas"
-    """Why it runs no others."""
+    """Reason for the missing stages of ZeRO."""
     own_optimizer: bool = False
-    """True if it steps by an optimizer of its own: fused kernels (Megatron-LM's and Apex' FusedAdam,
-    DeepSpeed's FusedAdam), float32 master weights of 16-bit ones, and float32 sums of bfloat16 gradients
-    (Megatron-LM with `--bf16`, `megatron/training/arguments.py`; DeepSpeed's BF16_Optimizer)."""
+    """True if it has its optimizers: fused kernels (Megatron-LM's and Apex' FusedAdam, DeepSpeed's
+    FusedAdam), float32 master weights of 16-bit ones, and float32 sums of bfloat16 gradients (Megatron-LM
+    with `--bf16`, `megatron/training/arguments.py`; DeepSpeed's BF16_Optimizer)."""
 
     joins_outputs: bool = False
     """True if it joins the outputs of the micro-batches by torch.cat."""
 
     tied: Literal["any", "ends", "none"] = "none"
-    """Which weights may have users on several stages: any; one of two users, the embedding's on the first and
-    the head's on the last stage; or none."""
+    """Weights that may have users on several stages: any, only those with two users on the first and the last
+    stage (embedding and head), or none."""
     no_tied: str = "it keeps no copies of a weight on several stages"
-    """Why not any."""
+    """Reason for not sharing any weight."""
 
     document: str = field(default="", compare=False)
-    """The class of its file, in `pplan.runtimes.documents`."""
+    """Class of its file in `pplan.runtimes.documents`."""
     exporter: str = field(default="", compare=False)
-    """The function that exports a plan to it, in `pplan.runtimes.exports`."""
+    """Function in `pplan.runtimes.exports` that exports a plan to it."""
     reader: str = field(default="read_parts", compare=False)
-    """The function that reads the stages of its file back, in `pplan.runtimes.imports`."""
+    """Function in `pplan.runtimes.imports` that reads the stages of its file."""
     suffix: str = field(default="json", compare=False)
-    """Suffix of its file: an export document of pplan, or a text that a trainer takes as it is."""
+    """Suffix of its file: an export document of pplan, or a text that a trainer takes unchanged."""
     module: str = field(default="", compare=False)
-    """The module of `pplan.runtimes` that takes the file. Empty for trainers that take it themselves."""
+    """Module of `pplan.runtimes` that takes the file. Empty for trainers that take it themselves."""
     builds: str = field(default="", compare=False)
-    """A line that builds a process's stages by `module`. Empty where nothing does: then no script of pplan's
-    trains by the file, and `pplan check` does not run it."""
+    """Line that builds a process's stages with `module`.
+
+    Empty if there is none: then no script of pplan trains with the file, and `pplan check` does not run it.
+    """
     converts: bool = field(default=False, compare=False)
     """True if it converts the model to the plan's dtype, and not its input."""
     program: str = field(default="", compare=False)
-    """Script that torchrun starts, of a trainer with a command line; else empty."""
+    """Script of a trainer with a command line, which torchrun starts. Else empty."""
     needs: tuple[str, str] = field(default=("", ""), compare=False)
-    """Arguments that the user gives `program`: those that it requires, and further ones."""
+    """Required and optional arguments that the user gives `program`."""
 
     @property
     def package(self) -> str | None:
-        """The package that `pip install "pplan[...]"` adds for it. None if torch or the trainer has it."""
+        """Package that `pip install "pplan[...]"` adds for it. None if torch or the trainer has it."""
         return self.name if self.name == self.module and self.builds else None
 
     def runs(self, schedule: str) -> bool:
-        """Whether it runs a schedule."""
+        """Return whether it runs a schedule."""
         return schedule in self.schedules or (self.any_order and schedule not in PUBLISHED)
 
     def trains_tied(self, users: Sequence[int]) -> bool:
-        """Whether it may cut between the users of weights, given how many each has."""
+        """Return whether it may cut between the users of weights.
+
+        Args:
+            users: Number of users of each weight.
+        """
         return self.tied == "any" or (self.tied == "ends" and all(count == 2 for count in users))
 
     def shares_weight(self, stages: Sequence[int], last: int) -> bool:
@@ -108,11 +118,16 @@ class Runtime:
         return self.tied == "any" or (self.tied == "ends" and list(stages) == [0, last])
 
     def recomputes(self, modes: Collection[str], kinds: Collection[str]) -> bool:
-        """Return whether its stages may recompute in these modes, one for each stage, of these kinds."""
+        """Return whether its stages may recompute like this.
+
+        Args:
+            modes: Recomputation of each stage.
+            kinds: Kinds of these modes.
+        """
         return self.recompute.issuperset(kinds) and (self.recompute_by_stage or len(set(modes)) == 1)
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
-        """Whether the stages may have these numbers of replicas."""
+        """Return whether the stages may have these numbers of replicas."""
         return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
 
     def find_problems(
@@ -125,12 +140,12 @@ class Runtime:
         virtual_stages: int,
         micro_batch_size: int,
     ) -> Iterator[str]:
-        """Yield why it cannot run a plan: clauses whose "it" is the plan.
+        """Yield the reasons why it cannot run a plan, as clauses whose "it" is the plan.
 
         Args:
-            schedule: The schedule.
-            modes: What each stage recomputes.
-            kinds: The kinds of these modes.
+            schedule: Name of the schedule.
+            modes: Recomputation of each stage.
+            kinds: Kinds of these modes.
             replicas: Replicas of each stage.
             virtual_stages: Stages of each device.
             micro_batch_size: Samples of a micro-batch.
@@ -151,11 +166,14 @@ class Runtime:
             yield f"it {does}, {self.name} knows {', '.join(sorted(self.recompute))}"
 
     def trains(self, precision: str, zero: int) -> bool:
-        """Whether it trains weights of a precision with a stage of ZeRO."""
+        """Return whether it trains weights of a precision with a stage of ZeRO."""
         return zero in self.zero and not (precision == "bf16" and self.own_optimizer)
 
     def refuse_outputs(self, undivided: Sequence[str]) -> tuple[str, str] | None:
-        """Why it cannot run a model with these outputs without samples, and what to do; None where it can."""
+        """Return why it cannot run a model whose `undivided` outputs hold no samples, and what to do.
+
+        None if it can.
+        """
         if not (self.joins_outputs and undivided):
             return None
         return (
@@ -166,7 +184,11 @@ class Runtime:
         )
 
     def check_states(self, precision: str, zero: int) -> None:
-        """Raises UsageError for a precision or a stage of ZeRO that it does not train with."""
+        """Check that it trains with a precision and a stage of ZeRO.
+
+        Raises:
+            UsageError: It does not.
+        """
         if zero not in self.zero:
             runs = " or ".join(map(str, sorted(self.zero)))
             raise UsageError(

@@ -52,20 +52,20 @@ def add_hash(text: str) -> str:
 
 
 def escape_text(text: str) -> str:
-    """A JSON text in which no character stands as it is that a terminal would obey."""
+    """Escape all characters of a JSON text that a terminal would interpret."""
     text = text.replace("\r", "")
     plain = text.isascii() and text.replace("\n", "").isprintable()
     return text if plain else _NOT_PLAIN.sub(_escape, text)
 
 
 def add_line_hash(text: str) -> str:
-    """A text in lines, with a comment of its hash behind it."""
+    """Append a comment with the hash to a text of lines."""
     start, end = ("<!--\n", "\n-->\n") if text.startswith(_HTML) else ("", "\n")
     return f"{text}{start}{_LAST}{sha256(text + start)}{end}"
 
 
 def is_unchanged(text: str) -> bool:
-    """Whether the text holds its own hash: nobody edited it."""
+    """Return whether the text matches its hash: nobody edited it."""
     above, mark, last = text.rpartition(_LAST)
     if mark:
         digest = hashlib.sha256(above.encode(errors="surrogatepass")).hexdigest()
@@ -79,8 +79,11 @@ def is_unchanged(text: str) -> bool:
 
 
 def matches_fields(text: str, about: Mapping[str, str]) -> bool:
-    """Whether a document says this of what it is made for, as far as it says anything: `profile.file` is the
-    key `file` of `profile`. A text that is no document says nothing."""
+    """Return whether a document agrees with these fields of the file that it was made for.
+
+    `profile.file` is the key `file` of `profile`. Missing fields agree, and so does a text that is not a
+    document.
+    """
     for path, expected in about.items():
         value: Any = _content(text)
         for key in path.split("."):
@@ -91,7 +94,7 @@ def matches_fields(text: str, about: Mapping[str, str]) -> bool:
 
 
 def _parse(text: str) -> Any:
-    """The content of a JSON text; None where it is none."""
+    """Return the content of a JSON text, or None for other texts."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -111,7 +114,7 @@ def _hash(content: Any) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
+    """Return a character as JSON escapes it. Line ends and tabs stay: they only separate parts."""
     character = match[0]
     return json.dumps(character)[1:-1] if unicodedata.category(character) in _STEERS else character
 
@@ -150,13 +153,12 @@ def list_kinds(content: dict[str, Any]) -> list[str]:
 
 
 def detect_kind(text: str) -> str | None:
-    """Which of pplan's files this is, by the keys that only one kind of file has; None where no key is one of
-    these."""
+    """Return the kind of a file of pplan by keys that only this kind has, or None."""
     return next(iter(list_kinds(_content(text) or {})), None)
 
 
 def file_kind(text: str) -> str:
-    """In words: one of pplan's kinds, or what else it is; a text where nothing tells."""
+    """Return the kind of a file as text: one of pplan's kinds, another format, or plain text."""
     start = text.lstrip("\ufeff \t\r\n")
     if start.startswith(("{", "[")):
         return detect_kind(text) or _other_json(text)
@@ -256,10 +258,12 @@ def read_text(path: Path, kind: str) -> str:
 
 
 def check_destination(path: Path, *, force: bool) -> None:
-    """Raises FileError where a file may not be put at `path`.
+    """Check that a file may be written to `path`.
 
-    A link counts as existing also where it leads nowhere; what is no file (a folder, a device) is never
-    replaced.
+    A dangling link counts as existing. Folders and devices are never replaced.
+
+    Raises:
+        FileError: The file may not be written.
     """
     try:
         exists, folder, file = os.path.lexists(path), path.is_dir(), path.is_file() or not path.exists()
@@ -306,9 +310,11 @@ def write_whole(path: Path, content: str | bytes, *, force: bool) -> None:
 
 
 def _open_temporary(target: Path) -> IO[bytes]:
-    """A new file beside the target, locked while it is open, so that nobody takes it for a leftover.
+    """Open a new file next to the target.
 
-    The file itself is locked: filelock would leave a second one beside each of the user's files.
+    It is locked while open, so that nobody removes it as a leftover.
+
+    The file itself is locked: filelock would leave a second one next to each of the user's files.
     """
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
@@ -327,7 +333,7 @@ def _open_temporary(target: Path) -> IO[bytes]:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes what processes that were killed while they wrote the file left beside it."""
+    """Remove temporary files of processes that were killed while they wrote the file."""
     with suppress(OSError):
         for path in target.parent.iterdir():
             if path.name.startswith(f".{target.name}.") and path.name.endswith(_NEW):

@@ -177,7 +177,7 @@ class Port(NamedTuple):
 
     @property
     def leaves(self) -> bool:
-        """Whether transfers leave through this port."""
+        """True if transfers leave through this port."""
         return self.direction == "out"
 
 

@@ -70,13 +70,13 @@ PerLevel = Annotated[list[str], Field(min_length=1, max_length=2)]
 
 
 class _StrictKeys(BaseModel):
-    """What may stand in a table of the file."""
+    """Base of the tables of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class _DeviceKeys(_StrictKeys):
-    """A [[device]]."""
+    """Keys of a [[device]] table."""
 
     gpu: str | None = None
     name: str | None = None
@@ -87,7 +87,7 @@ class _DeviceKeys(_StrictKeys):
 
 
 class _LevelKeys(_StrictKeys):
-    """A [[level]]."""
+    """Keys of a [[level]] table."""
 
     name: Annotated[str, Field(min_length=1)]
     size: Count | None = None
@@ -99,7 +99,7 @@ class _LevelKeys(_StrictKeys):
 
 
 class _FileKeys(_StrictKeys):
-    """The file."""
+    """Keys of the file."""
 
     gpu: str | None = None
     memory: str | None = None
@@ -125,9 +125,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class TopologyFile:
-    """A topology file as read: None for what it leaves out.
+    """Content of a topology file. Omitted values are None.
 
-    Bandwidths are bytes per second, latencies seconds: inside a node and, where there is a second, between.
+    Bandwidths are in bytes per second, latencies in seconds, inside a node and optionally between nodes.
     """
 
     gpu: str | None = None
@@ -152,7 +152,15 @@ def load_topology(path: Path) -> TopologyFile:
 
 
 def parse_topology(text: str, path: Path) -> TopologyFile:
-    """As `load_topology`, from the text of a file; `path` names it in errors. Raises FileError."""
+    """Read and validate the text of a topology file.
+
+    Args:
+        text: Text of the file.
+        path: Path for messages.
+
+    Raises:
+        FileError: See `load_topology`.
+    """
     keys = _read_keys(text, path)
     try:
         _check_pairs(keys)
@@ -179,7 +187,11 @@ def parse_topology(text: str, path: Path) -> TopologyFile:
 
 
 def _check_pairs(keys: _FileKeys) -> None:
-    """Raises UsageError where a table and a key say the same."""
+    """Check that no table and key contradict each other by giving the same value.
+
+    Raises:
+        UsageError: Both are given.
+    """
     for table, replaced in (
         ("device", ("gpu", "memory")),
         ("level", ("gpus_per_node", "bandwidth", "latency")),
@@ -221,7 +233,11 @@ def _device(keys: _DeviceKeys, where: str, origin: str) -> Device:
 
 
 def _total(kinds: Sequence[Kind], gpus: int | None) -> int | None:
-    """The number of devices. Raises UsageError where `gpus` is another."""
+    """Return the number of devices.
+
+    Raises:
+        UsageError: `gpus` differs from it.
+    """
     if any(kind.count is None for kind in kinds):
         return None
     total = sum(kind.count or 0 for kind in kinds)
@@ -233,7 +249,11 @@ def _total(kinds: Sequence[Kind], gpus: int | None) -> int | None:
 
 
 def _levels(tables: Sequence[_LevelKeys], gpus: int | None, origin: str) -> tuple[Level, ...]:
-    """The levels. Raises UsageError where they do not fit each other, or do not hold the devices."""
+    """Return the levels.
+
+    Raises:
+        UsageError: They do not fit each other, or do not hold the devices.
+    """
     levels: list[Level] = []
     inner: int | None = 1
     for number, keys in enumerate(tables, start=1):
@@ -284,7 +304,7 @@ UNNAMED = "device"
 
 @dataclass(frozen=True)
 class ProfiledDevice:
-    """What a profile was measured on: `cpu` or `cuda`, the name the driver gives it, its memory."""
+    """Device of a profile: `cpu` or `cuda`, the driver's name, and its memory."""
 
     device: str
     name: str
@@ -292,12 +312,12 @@ class ProfiledDevice:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a processor, without memory of its own to fill and without links."""
+        """True for a processor, which has neither device memory nor links."""
         return self.device.split(":")[0] == "cpu"
 
     @property
     def is_known(self) -> bool:
-        """Whether the profile tells its device; an imported one does not."""
+        """True if the profile names its device. An imported one does not."""
         return self.device != UNKNOWN_DEVICE
 
 
@@ -312,16 +332,19 @@ def make_topology(
     file: Path | TopologyFile | None = None,
     profiled: ProfiledDevice,
 ) -> Topology:
-    """The topology that the options, else the file, else the profiled device describe, part by part.
+    """Return the topology that the options, else the file, else the profiled device describe, part by part.
 
-    `file` is a TOML file, by its path or as read, or the name of a machine. Without `gpu` the devices are
-    like the profiled one, with its memory (none for a CPU) and the links of the usual server of its preset.
-    Where the profiled device has no preset, the links are those of a T4 server (CPU) or of an L4 server (PCIe
-    4.0, any other GPU), and their name says so. `bandwidth` (bytes per second) and `latency` (seconds) hold
-    one figure, inside a node, or two, inside and between; with more levels, those of the two innermost. `gpu`
-    replaces the file's devices with their memory.
+    Without `gpu` the devices are like the profiled one, with its memory (no limit for a CPU) and the links of
+    the usual server of its preset. A profiled device without preset gets the links of a T4 server (CPU) or of
+    an L4 server (PCIe 4.0, any other GPU), and their name says so.
 
-    Raises UsageError for an option and FileError for a file.
+    `file` is the path or the content of a TOML file, or the name of a machine. `bandwidth` (bytes per second)
+    and `latency` (seconds) hold one value, inside a node, or two, inside and between. With more levels these
+    are the two innermost. `gpu` replaces the file's devices with their memory.
+
+    Raises:
+        UsageError: An option is invalid.
+        FileError: The file is invalid.
     """
     if gpus < 1:
         raise UsageError(f"gpus={gpus}: must be at least 1", "Give the number of GPUs you have.")
@@ -346,7 +369,12 @@ def make_topology(
 
 
 def named_topology(name: Path, called: str = "") -> TopologyFile:
-    """A machine, where that is a machine's name, else the file of that name. Raises UsageError, FileError."""
+    """Return the topology of the machine with this name, else of the file with this name.
+
+    Raises:
+        UsageError: There is neither a machine nor a file.
+        FileError: The file is invalid.
+    """
     machine = find_machine(str(name))
     if machine is not None:
         return machine_topology(machine)
@@ -356,7 +384,7 @@ def named_topology(name: Path, called: str = "") -> TopologyFile:
 
 
 def machine_topology(machine: Machine) -> TopologyFile:
-    """What a file would say of one machine, and of the network between such machines."""
+    """Return the topology file's content for one machine and the network between such machines."""
     preset, gpus = PRESETS[machine.gpu], int(machine.gpus.value)
     memory = preset.memory_bytes
     device = Device(preset.title, int(memory.value), memory_source=memory.source)
@@ -376,7 +404,7 @@ def machine_topology(machine: Machine) -> TopologyFile:
 def _choose_kinds(
     gpu: str | None, read: TopologyFile, profiled: ProfiledDevice
 ) -> tuple[Sequence[Kind], Preset, str]:
-    """The devices, the preset whose usual server has the links, and a remark on these."""
+    """Return the devices, the preset whose usual server has the links, and a remark on these."""
     if gpu is None and read.kinds is not None:
         gpu_name = next((kind.gpu for kind in read.kinds if kind.gpu is not None), None)
         preset, remark = (PRESETS["l4"], _AS_L4) if gpu_name is None else (find_preset(gpu_name), "")
@@ -425,7 +453,7 @@ def _link(source: PresetLink, remark: str = "") -> Link:
 
 
 def _usual_levels(preset: Preset, remark: str) -> tuple[Level, ...]:
-    """The node and the network of a GPU's usual server."""
+    """Return the node and the network of a GPU's usual server."""
     node = preset.gpus_per_node
     return (
         Level(NODE, int(node.value), _link(preset.inside, remark), size_source=node.source),
@@ -436,7 +464,7 @@ def _usual_levels(preset: Preset, remark: str) -> tuple[Level, ...]:
 def _with_bandwidth(
     levels: Sequence[Level], values: Sequence[float] | None, source: str
 ) -> tuple[Level, ...]:
-    """With the given bandwidths; such a link has no name, since its kind is not known."""
+    """Return the levels with the given bandwidths. Such links have no name, because their kind is unknown."""
     rates = _by_level("bandwidth", values, len(levels))
     changed = [
         replace(level, link=Link(rate, level.link.latency_seconds, "", source, level.link.latency_source))
@@ -468,7 +496,7 @@ def _by_level(field: str, values: Sequence[float] | None, levels: int) -> Sequen
 
 
 def _with_node(levels: Sequence[Level], gpus: int | None, source: str) -> tuple[Level, ...]:
-    """With so many devices in a node, and ports that still belong to devices of one node."""
+    """Return the levels with `gpus` devices in a node. Ports stay within one node."""
     if gpus is None:
         return tuple(levels)
     if gpus < 1:
@@ -493,9 +521,13 @@ def _with_node(levels: Sequence[Level], gpus: int | None, source: str) -> tuple[
 
 
 def described_topology(name: Path, gpus: int | None = None) -> Topology:
-    """The topology of a file or of a machine's name by itself, on its own number of devices or on `gpus`.
+    """Return the topology of a file or machine without a profile, with its number of devices or `gpus`.
 
-    What a file leaves to the profiled device is that of a GPU without preset. Raises UsageError, FileError.
+    Values that a file leaves to the profiled device are those of a GPU without preset.
+
+    Raises:
+        UsageError: There is neither a machine nor a file.
+        FileError: The file is invalid.
     """
     read = named_topology(name, "topology")
     number = gpus if gpus is not None else read.gpus
@@ -508,7 +540,11 @@ PROCESSOR = "cpu"
 
 
 def check_seconds_source(word: str | None, profiled: ProfiledDevice) -> None:
-    """Raises UsageError for a word that is not known, or says another device than the profile."""
+    """Check the word that says which device the seconds are from.
+
+    Raises:
+        UsageError: The word is unknown or contradicts the profile.
+    """
     if word is None:
         return
     if word != PROCESSOR:
@@ -525,8 +561,13 @@ def check_seconds_source(word: str | None, profiled: ProfiledDevice) -> None:
 
 
 def check_processor_seconds(profiled: ProfiledDevice, topology: Topology, word: str | None) -> None:
-    """Raises UsageError where GPUs are to be planned with a processor's seconds and `seconds_of` does not
-    say that this is meant; a kind with a stated speed, or a profile of its own, says what its seconds are."""
+    """Check that GPUs are not planned with a processor's seconds by mistake.
+
+    Kinds with a stated speed or a separate profile define their seconds.
+
+    Raises:
+        UsageError: The seconds are a processor's, and `seconds_of` does not confirm it.
+    """
     check_seconds_source(word, profiled)
     if word is None:
         for kind in gpus_as_profiled(topology):
@@ -534,7 +575,11 @@ def check_processor_seconds(profiled: ProfiledDevice, topology: Topology, word: 
 
 
 def check_seconds_on_kind(profiled: ProfiledDevice, kind: Device) -> None:
-    """Raises UsageError where the kind is a GPU and its seconds were measured on a processor."""
+    """Check that a GPU is not planned with seconds that were measured on a processor.
+
+    Raises:
+        UsageError: It is.
+    """
     if not profiled.is_cpu or not is_gpu(kind.name):
         return
     preset = device_preset(kind.name)
@@ -549,12 +594,12 @@ def check_seconds_on_kind(profiled: ProfiledDevice, kind: Device) -> None:
 
 
 def gpus_as_profiled(topology: Topology) -> Iterator[Device]:
-    """The kinds of GPUs that are taken to be just as fast as the profiled device."""
+    """Return the kinds of GPUs that are assumed to be as fast as the profiled device."""
     return (kind for kind in topology.kinds if is_gpu(kind.name) and kind.speed == 1 and not kind.profile)
 
 
 def to_toml(topology: Topology, title: str = "") -> str:
-    """The text of a topology file; its first comment is the title."""
+    """Return the text of a topology file, with the title as its first comment."""
     lines = [f"# {_one_line(title)}"] if title else []
     for device, number in topology.groups:
         lines += ["", "[[device]]", *_device_lines(device, number)]
@@ -588,7 +633,7 @@ def _level_lines(level: Level) -> Iterator[str]:
 
 
 def _rate(value: float) -> str:
-    """In GB/s where that is exact, else in bytes."""
+    """Return a rate as text, in GB/s if that is exact, else in bytes."""
     if math.isinf(value):
         return "inf"
     short = f"{value / 1e9:.12g}GB/s"
@@ -596,7 +641,7 @@ def _rate(value: float) -> str:
 
 
 def _duration(value: float) -> str:
-    """In microseconds where that is exact, else in seconds."""
+    """Return a duration as text, in microseconds if that is exact, else in seconds."""
     short = f"{value * 1e6:.12g}us"
     return short if parse_seconds(short) == value else f"{float(value)!r}s"
 
