@@ -289,27 +289,28 @@ class MachineFile(Document):
                 row_rate(own.row, f"{path}: kernels.{number}") for number, own in enumerate(self.kernels)
             )
         else:
-            raise self._lacks("kernels", path)
-        if len(self.passes) > 1:
+            raise self._lacks("kernels is empty", path)
+        measures_memory = len({own.bytes for own in self.passes}) > 1
+        if measures_memory:
             fit = fit_link([own.bytes for own in self.passes], [own.seconds for own in self.passes])
             bandwidth, share, gap = fit.bandwidth_bytes_per_second, 1.0, fit.latency_seconds
         elif roofline is not None:
             bandwidth, share, gap = roofline.bandwidth.value, MEMORY_SHARE, Overheads().gap
         else:
-            raise self._lacks("passes", path)
+            raise self._lacks("passes of one size" if self.passes else "passes is empty", path)
         stated_flops = None if stated is None else stated.value
         limits = DeviceLimits(
             flops,
             bandwidth,
             memory_share=share,
             stated_flops=stated_flops,
-            measures_memory=len(self.passes) > 1,
+            measures_memory=measures_memory,
         )
         return limits, gap
 
-    def _lacks(self, part: str, path: Path) -> FileError:
+    def _lacks(self, what: str, path: Path) -> FileError:
         return FileError(
-            f"{path}: {part} is empty, and nothing else is known of {self.device_name}",
+            f"{path}: {what}, and nothing else is known of {self.device_name}",
             "Run `pplan machine measure` with that file again: it goes on where it stopped.",
         )
 

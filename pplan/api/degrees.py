@@ -154,6 +154,11 @@ def machine_costs(machine: MachineOptions, options: DegreeOptions) -> MachineCos
         has_links = measured.links is not None and not _states_links(machine)
         costs = measured.rank_costs(topology, options.machine, has_own_links=has_links)
     rate = host_bandwidth(device.name) if options.host_bandwidth is None else options.host_bandwidth
+    if options.offload and rate is None:
+        raise UsageError(
+            f"`offload`: how fast {device.name} copies to its host is not known",
+            "Set it, for example host_bandwidth=25e9 for 25 GB/s.",
+        )
     context = device_context(device.name)
     return MachineCosts(
         topology,

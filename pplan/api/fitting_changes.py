@@ -40,7 +40,7 @@ def fitting_changes(
     """
     if topology.gpus > MOST_GPUS:
         return
-    for kind in _changes(options, topology.gpus):
+    for kind in _changes(options, topology.gpus, can_offload=costs.host_bandwidth is not None):
         for words, change in kind:
             own, machine = dict(change), topology
             if "gpus" in own:
@@ -58,12 +58,14 @@ def fitting_changes(
             break
 
 
-def _changes(options: DegreeOptions, gpus: int) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
+def _changes(
+    options: DegreeOptions, gpus: int, *, can_offload: bool
+) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
     """Changes by kind, the smallest first."""
     for name, value in FREE_VALUES.items():
         if getattr(options, name) != value:
             yield [(f"any `{name}`", {name: value})]
-    if not options.offload and options.implementation == "megatron":
+    if can_offload and not options.offload and options.implementation == "megatron":
         yield [("`offload`", {"offload": True})]
     lengths, length = [], options.sequence // 2
     while length >= LEAST_SEQUENCE:

@@ -12,7 +12,7 @@ import pytest
 import pplan
 from pplan.api.degrees import search_configuration
 from pplan.cli.app import main
-from pplan.cost_models.errors import FileError, UsageError
+from pplan.cost_models.errors import FileError, InfeasibleError, UsageError
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import CollectiveName
 from pplan.cost_models.transformer.rank_costs import CollectiveCurve
@@ -228,3 +228,25 @@ def test_seconds_and_rate_of_a_curve_never_fall() -> None:
         assert (np.diff(seconds / bytes) <= 1e-12).all()
     rising = CollectiveCurve((10.0, 100.0), (1.0, 4.0))
     assert [rising.at(each) for each in (1, 10, 55, 100, 200)] == pytest.approx([1, 1, 2.5, 4, 8])
+
+
+def test_a_device_without_a_known_host_link_offloads_only_if_told_its_speed(tmp_path: Path) -> None:
+    unknown = machine_file().model_copy(update={"device_name": "Abacus", "links": None, "collectives": []})
+    machine = tmp_path / "machine.json"
+    unknown.save(machine, force=False)
+    with pytest.raises(UsageError, match="how fast Abacus copies"):
+        pplan.solve(CONFIG, machine=machine, gpus=1, offload=True, **ASKED)
+    with pytest.raises(InfeasibleError) as raised:
+        pplan.solve(CONFIG, machine=machine, gpus=1, memory_bytes=2**26, **ASKED)
+    assert not any("offload" in change for change in raised.value.details["would_fit"])
+    told = {"host_bandwidth": 25e9, "offload": True, "memory_bytes": 2**36}
+    assert pplan.solve(CONFIG, machine=machine, gpus=1, **told, **ASKED).training
+
+
+def test_passes_of_one_size_show_no_bandwidth(tmp_path: Path) -> None:
+    twice = [PassTime(bytes=2**20, seconds=4e-6)] * 2
+    machine = tmp_path / "machine.json"
+    update = {"device_name": "Abacus", "links": None, "collectives": [], "passes": twice}
+    machine_file().model_copy(update=update).save(machine, force=False)
+    with pytest.raises(FileError, match="passes of one size, and nothing else is known of Abacus"):
+        pplan.solve(CONFIG, machine=machine, **ASKED)
