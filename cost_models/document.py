@@ -240,8 +240,8 @@ def _check_content(content: Any, where: str, document: type[Document]) -> None:
     kind, name = document.kind, _file_words(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
-    kinds, own = list_kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
-    if kinds and own not in kinds:
+    kinds, expected = list_kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    if kinds and expected not in kinds:
         raise FileError(f"{where}: this is a {kinds[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]
     if isinstance(version, int) and version > document.newest_schema:

@@ -38,7 +38,7 @@ class TiedWeight:
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Buffer that several layers read and none writes. Every stage with such a layer holds a copy.
+    """Buffer that several layers read and none writes. Every stage with one of them holds a copy.
 
     Attributes:
         name: Name of the buffer.

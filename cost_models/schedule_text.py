@@ -55,7 +55,7 @@ _WORDS = {"each", "from", "to", "let", "min", "max"}
 
 
 class ScheduleTextError(UsageError):
-    """What is wrong with a schedule's text, and in which line."""
+    """A schedule's text is invalid. The message names the line."""
 
 
 Values = Mapping[str, int]
@@ -133,7 +133,7 @@ class LineReader:
         return word
 
     def _nested(self, read: Callable[[], Read]) -> Read:
-        """Read what stands inside a bracket or behind a sign, at most `DEEPEST` levels deep."""
+        """Read the content of a bracket or after a sign, at most `DEEPEST` levels deep."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise self.wrong(f"more than {DEEPEST} brackets inside each other")
@@ -372,8 +372,12 @@ class ScheduleText:
     splits_backward: bool = False
 
     def program(self, stages: int, micro_batches: int, virtual_stages: int | None = None) -> Program:
-        """What runs where. Raises UsageError, with the line, for actions that are missing or repeated, of no
-        micro-batch or chunk, or that wait for each other for ever."""
+        """Return the program for given numbers of stages, micro-batches and chunks per device.
+
+        Raises:
+            UsageError: Actions are missing, repeated, have an unknown micro-batch or chunk, or wait for each
+                other forever. The message names the line.
+        """
         try:
             return self._program(stages, micro_batches, virtual_stages)
         except ScheduleTextError as error:
@@ -396,10 +400,10 @@ class ScheduleText:
         values = {"p": stages, "m": micro_batches, "v": chunks}
         self._check_devices(values)
         for device in range(stages):
-            line, own = self._list(device, values)
-            self._check_chunks(own, device, line, chunks)
+            line, device_actions = self._list(device, values)
+            self._check_chunks(device_actions, device, line, chunks)
             lines.append(line)
-            actions.append(tuple(own))
+            actions.append(tuple(device_actions))
         pipe = _pipe(self.places, stages, chunks)
         program = Program(tuple(actions), (pipe,), (0,) * micro_batches)
         try:
@@ -413,8 +417,13 @@ class ScheduleText:
         return program
 
     def _check_devices(self, values: Values) -> None:
-        """Raises ScheduleTextError for a line of a device that there is not, or that an earlier line is of;
-        `device 0` and `device p-1`, which are one with one stage alone, may stand beside each other."""
+        """Check that every line of a device belongs to a different, existing device.
+
+        `device 0` and `device p-1` are equal for a single stage and may both be given.
+
+        Raises:
+            ScheduleTextError: A device does not exist or has two lines.
+        """
         earlier: dict[tuple[int | str, int], int] = {}
         for line, which, _ in self.rows:
             device = "i" if which is None else which(values)
@@ -431,9 +440,13 @@ class ScheduleText:
                     f"line {line}: device {device}: line {first} is of it already", SECOND_LINE
                 )
 
-    def _check_chunks(self, own: Sequence[Action], device: int, line: int, chunks: int) -> None:
-        """Raises ScheduleTextError for an action on a chunk that there is not."""
-        for action in own:
+    def _check_chunks(self, actions: Sequence[Action], device: int, line: int, chunks: int) -> None:
+        """Check that the actions are on existing chunks.
+
+        Raises:
+            ScheduleTextError: A chunk does not exist.
+        """
+        for action in actions:
             if not 0 <= action.chunk < chunks:
                 has = f"Count chunks from 0 to {chunks - 1}"
                 hints = {
@@ -448,9 +461,10 @@ class ScheduleText:
                 )
 
     def _list(self, device: int, values: Values) -> tuple[int, list[Action]]:
+        """Return the line and the actions of a device."""
         values = {**values, "i": device}
-        own = [row for row in self.rows if row[1] is not None and row[1](values) == device]
-        row = next(iter(own or [row for row in self.rows if row[1] is None]), None)
+        device_rows = [row for row in self.rows if row[1] is not None and row[1](values) == device]
+        row = next(iter(device_rows or [row for row in self.rows if row[1] is None]), None)
         if row is None:
             raise ScheduleTextError(
                 f"device {device} of {values['p']} has no line",
@@ -478,11 +492,14 @@ class ScheduleText:
 
 
 def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[Action]:
-    """The actions; those without a micro-batch are of the next that the text has not named before; later
-    micro-batches are left out."""
+    """Return the actions with their micro-batches.
+
+    Actions without a micro-batch get the next one that the text has not named. Later micro-batches are
+    omitted.
+    """
     done: Counter[tuple[str, int]] = Counter()
     numbers = set[tuple[str, int, int]]()
-    own = []
+    actions = []
     for kind, number_in_text, chunk in written:
         if number_in_text is None:
             while (kind, chunk, done[kind, chunk]) in numbers:
@@ -498,8 +515,8 @@ def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[A
                 "Name a micro-batch below m.",
             )
         if number < micro_batches:
-            own.append(Action(kind, number, chunk))  # type: ignore[arg-type]  # F, B or W: it was read
-    return own
+            actions.append(Action(kind, number, chunk))  # type: ignore[arg-type]  # F, B or W: it was read
+    return actions
 
 
 def _pipe(places: str, stages: int, chunks: int) -> tuple[StageSlot, ...]:
@@ -556,18 +573,18 @@ def _checked(key: str, value: str, line: int) -> str:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, content) without comments, continued lines joined."""
+    """Yield the number and content of each line, without comments and with continued lines joined."""
     start, content = 0, ""
     for number, raw in enumerate(text.splitlines(), 1):
-        own = raw.split("#", 1)[0].rstrip()
-        if not own.strip():
+        line = raw.split("#", 1)[0].rstrip()
+        if not line.strip():
             continue
-        if own[0].isspace() and content:
-            content += " " + own.strip()
+        if line[0].isspace() and content:
+            content += " " + line.strip()
             continue
         if content:
             yield start, content
-        start, content = number, own.strip()
+        start, content = number, line.strip()
     if content:
         yield start, content
 
@@ -606,30 +623,32 @@ LARGEST = 20_000_000
 
 
 def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
-    """Makes a schedule known by its name, to whatever takes one; its text is described in docs/schedules.md.
+    r"""Register a schedule by its name. docs/schedules.md describes its text.
 
-    >>> import pplan
-    >>> schedule = pplan.register_schedule("name: fill-drain\\ndevice i: F*m B*m")
-    >>> pplan.simulate_costs(
-    ...     schedule="fill-drain", stages=4, micro_batches=8, forward_ms=10, backward_ms=20
-    ... )
-    <SimulatedStep: 4 stages, 8 micro-batches, 330 ms a step, bubble 27.3 %>
+        >>> import pplan
+        >>> schedule = pplan.register_schedule("name: fill-drain\ndevice i: F*m B*m")
+        >>> pplan.simulate_costs(
+        ...     schedule="fill-drain", stages=4, micro_batches=8, forward_ms=10, backward_ms=20
+        ... )
+        <SimulatedStep: 4 stages, 8 micro-batches, 330 ms a step, bubble 27.3 %>
 
-    Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
-    text that is none.
+    A schedule of the same name is replaced.
+
+    Raises:
+        UsageError: The name is that of a published schedule, or the text is invalid.
     """
     if not isinstance(schedule, str | ScheduleText | Schedule):
         raise UsageError(
             f"schedule={short_repr(schedule)}: is not a text of a schedule", f"Give its lines. {HELP}"
         )
     text = read_schedule(schedule) if isinstance(schedule, str) else schedule
-    own = text.schedule if isinstance(text, ScheduleText) else text
-    if own.name in (*PUBLISHED, *WORDS):
-        raise UsageError(f"schedule {own.name!r} is pplan's own", "Give yours another name.")
-    _ORDERS.pop(own.name, None)
-    PROGRAMS.forget(own.name)
-    SCHEDULES[own.name] = own
-    return own
+    registered = text.schedule if isinstance(text, ScheduleText) else text
+    if registered.name in (*PUBLISHED, *WORDS):
+        raise UsageError(f"schedule {registered.name!r} is pplan's own", "Give yours another name.")
+    _ORDERS.pop(registered.name, None)
+    PROGRAMS.forget(registered.name)
+    SCHEDULES[registered.name] = registered
+    return registered
 
 
 _Counts = tuple[int, int, int]
@@ -638,10 +657,12 @@ _ORDERS: dict[str, dict[_Counts, Program]] = {}
 
 
 def register_order(text: ScheduleText, stages: int, micro_batches: int, virtual_stages: int) -> Schedule:
-    """The schedule of a plan's order, which says what is done with these numbers alone: registered, unless it
-    is known and does the same.
+    """Return the schedule of a plan's order, which is defined for these numbers only.
 
-    Raises UsageError where the text is not of these numbers, or a schedule of this name does otherwise.
+    It is registered unless a schedule of this name with the same order is known.
+
+    Raises:
+        UsageError: The text does not fit these numbers, or a schedule of this name has another order.
     """
     counts = (stages, micro_batches, virtual_stages)
     program = text.program(*counts)
@@ -672,9 +693,11 @@ def _order_of_a_plan(name: str, *counts: int) -> Program:
 
 
 def read_schedule_file(path: Path) -> str:
-    """The name of the schedule that a file describes, which is known from now on.
+    """Register the schedule that a file describes and return its name.
 
-    Raises FileError for a file that cannot be read, UsageError, with the line, for what is no schedule.
+    Raises:
+        FileError: The file cannot be read.
+        UsageError: The file describes no schedule. The message names the line.
     """
     if path.is_file() and path.stat().st_size > LARGEST:
         raise FileError(f"{path}: has more than {LARGEST} bytes", HELP)
@@ -685,9 +708,10 @@ def read_schedule_file(path: Path) -> str:
 
 
 def schedule_word(field: str, value: Any, besides: Sequence[str] = WORDS) -> str:
-    """The name of a known schedule, a word `besides`, or the name of the one that the file `value` describes.
+    """Return the name of a known schedule, a word of `besides`, or the name of the schedule in a file.
 
-    Raises UsageError for a name that is not known.
+    Raises:
+        UsageError: The name is unknown.
     """
     text = str(value) if isinstance(value, Path) else arguments.word(field, value)
     if text.endswith(SUFFIX):
@@ -698,5 +722,5 @@ def schedule_word(field: str, value: Any, besides: Sequence[str] = WORDS) -> str
 
 
 def optional_schedule(field: str, value: Any) -> str | None:
-    """The same, or None."""
+    """Return the name of a schedule like `schedule_word`, or None for None."""
     return None if value is None else schedule_word(field, value, ())
