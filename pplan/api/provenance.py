@@ -57,7 +57,9 @@ _ORIGIN_KEYS = (
 """Keys at the top of a document that say who made it of what."""
 _PATH = re.compile(
     r"(?<![\w:/.<])(?:~|/[\w.~-]+)(?:/[\w.~-]+)+"  # /home/me/a.json, ~/a.json
-    r"|\b[A-Za-z]:\\[\w.\\~-]+"  # C:\Users\me
+    r"|\b[A-Za-z]:[\\/](?!/)[\w.\\/~-]+"  # C:\Users\me, C:/Users/me
+    r"|\bfile://[\w./~-]+"
+    r"|\b\w+://[^\s/@]+@[\w.-]+"  # https://me:password@example.com
     r"|\b[\w.+-]+@[\w-]+\.[\w.]+\b"  # me@example.com
 )
 """An absolute path or an e-mail address."""
