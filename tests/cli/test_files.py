@@ -278,7 +278,7 @@ SCHEDULE = ("simulate", "--stages", "2", "--micro-batches", "4", "--forward-ms",
     ("command", "over", "kinds"),
     [
         ((*SCHEDULE, "--trace", "toy.profile.json"), "toy.profile.json", ("profile", "trace")),
-        ((*SCHEDULE, "--svg", "toy.plan.json"), "toy.plan.json", ("plan", "SVG drawing")),
+        ((*SCHEDULE, "--trace", "toy.plan.json"), "toy.plan.json", ("plan", "trace")),
         (("import", "toy.csv", "-o", "toy.plan.json"), "toy.plan.json", ("plan", "profile")),
         (("import", "toy.csv", "-o", "drawing.svg"), "drawing.svg", ("SVG drawing", "profile")),
         (
@@ -299,7 +299,7 @@ SCHEDULE = ("simulate", "--stages", "2", "--micro-batches", "4", "--forward-ms",
         (
             ("solve", "toy.profile.json", "--gpus", "2", "-o", "photo.png"),
             "photo.png",
-            ("binary file", "plan"),
+            ("PNG image", "plan"),
         ),
         (
             ("solve", "toy.profile.json", "--sweep", "gpus=1,2", "--csv", "toy.csv"),

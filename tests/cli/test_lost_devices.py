@@ -46,7 +46,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     ("options", "what"),
     [
         (["--lost", "9"], "--lost 9: there are 4 devices"),
-        (["--lost", "0,1,2,3"], "no device is left"),
+        (["--lost", "0,1,2,3"], "--lost names all 4 devices"),
         (["--lost", "x"], "--lost x"),
         (["--lost", "1", "--within", "much"], "--within much: is not a share"),
         (

@@ -31,7 +31,7 @@ def doubtful(profile: Profile, here: Path) -> Profile:
 def test_they_stand_under_the_answer_and_before_the_tables(doubtful: Profile, run: Run, here: Path) -> None:
     ran = run("solve", "--gpus", "2", "--mini-batch", "16", "--micro-batches", "1")
     plan = pplan.load_plan(here / "toy.plan.json")
-    stages = next(n for n, line in enumerate(ran.out.splitlines()) if line.startswith("Stages"))
+    stages = next(n for n, line in enumerate(ran.out.splitlines()) if line.startswith("stage "))
     above = " ".join(" ".join(ran.out.splitlines()[:stages]).split())
     assert len(plan.warnings) == 3
     for warning in plan.warnings:

@@ -33,7 +33,9 @@ UNCONSTRAINED = ("one-gpu", "data-parallel")
 """Baselines that do their best whatever was requested."""
 MOST_CHOICES = 70
 """Choices of devices for a baseline of one stage that are all simulated."""
-ONE_STAGE = re.compile(r"(?:1 stage, replicas (\d+); )?(\d+) x (\d+), ([\w-]+), recompute ([a-z ]+\d*)")
+ONE_STAGE = re.compile(
+    r"(?:1 stage, replicas (\d+); )?(\d+) micro-batches? x (\d+), ([\w-]+), recompute ([a-z ]+\d*)"
+)
 """How a baseline of one stage runs, in its `detail`."""
 ONE_PROCESS = ("torchgpipe", "fairscale", "huggingface")
 """Runtimes in which one process launches the work of all stages."""

@@ -315,7 +315,7 @@ def test_as_few_first_layers_as_a_stage_must() -> None:
     """Four blocks; with room for 1, 1.5, 2, 3 and 4 micro-batches as none, one, two, three, all run again."""
     group: Any = SimpleNamespace(
         most_in_flight=lambda mode: np.full((1, 5), {"never": 1.0, "always": 4.0}[mode]),
-        room=lambda *_, again: np.array([1.5, 2.0, 3.0])[again - 1],
+        room=lambda *_, recompute_end: np.array([1.5, 2.0, 3.0])[recompute_end - 1],
         table=SimpleNamespace(cut_points=(0, 1, 2, 3, 4)),
     )
     config = PipelineConfig("1f1b", "first_layers", 4, 1)

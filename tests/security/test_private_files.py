@@ -85,7 +85,7 @@ def test_a_measured_model(run: Run, folder: Path) -> None:
         ("export", "torchgpipe", str(plan), "-o", str(folder / "toy.torchgpipe.json")),
         ("export", "torch", str(plan), "-o", str(folder / "toy.torch.json")),
         ("report", str(plan), "--explain", "-o", str(folder / "toy.html")),
-        ("simulate", str(plan), "--trace", str(folder / "toy.trace.json"), "--svg", str(folder / "toy.svg")),
+        ("simulate", str(plan), "--trace", str(folder / "toy.trace.json"), "--plot", str(folder / "toy.svg")),
     ]
     for command in commands:
         ran = run(*command)

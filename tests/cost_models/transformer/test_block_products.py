@@ -95,7 +95,8 @@ def attention_exchanges(
     keys = 2.0 * count * groups * (own.head_width + own.value_width)
     if degrees.context > 1 and degrees.exchange == "all-to-all":
         queries, results = 2.0 * count * heads * own.head_width, 2.0 * count * heads * own.value_width
-        swapped = Counter([("all_to_all", size, "context") for size in (queries, keys, results)])
+        sent = (2.0 * count * groups * own.head_width, 2.0 * count * groups * own.value_width)
+        swapped = Counter([("all_to_all", size, "context") for size in (queries, *sent, results)])
         forward, backward = forward + swapped, backward + swapped
     elif degrees.context > 1 and degrees.exchange == "all-gather":
         gathered = Counter([("all_gather", degrees.context * keys, "context")])
