@@ -93,7 +93,7 @@ def without_degrees(plan: Plan) -> Plan:
         raise ExportError(
             f"the plan is from a configuration, with degrees of parallelism ({shared}) that only trainers of "
             "transformers have",
-            f"Export it for one of {', '.join(EXPORTERS)}, or plan again: `fix` tp=1,cp=1,ep=1,zero=1.",
+            f"Export it for one of {', '.join(EXPORTERS)}, or plan again: fix='tp=1,cp=1,ep=1,zero=1'.",
         )
     if degrees.recompute in ("selective", OFFLOAD):
         raise ExportError(

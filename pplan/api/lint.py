@@ -519,7 +519,7 @@ _LINES: tuple[tuple[str, str, _Check], ...] = (
     ("schedule", "it runs with these stages and micro-batches, on these devices", _check_schedule),
     ("runtime", "it runs this schedule, recomputation, ZeRO stage and these replicas", _check_runtime),
     ("seconds of stages", "the sums of their layers, with what runs again", _check_seconds),
-    ("memory of stages", "the terms add up, and fit under the limit of the device", _check_memory),
+    ("memory of stages", "the terms add up and fit the device, estimates to their error", _check_memory),
     ("step", "samples per second; not below the compute of a device", _check_step),
     ("bound", "not above the step; gap; exact only without a gap", _check_bound),
 )
