@@ -239,7 +239,7 @@ def test_a_device_without_a_known_host_link_offloads_only_if_told_its_speed(tmp_
     with pytest.raises(InfeasibleError) as raised:
         pplan.solve(CONFIG, machine=machine, gpus=1, memory_bytes=2**26, **ASKED)
     assert not any("offload" in change for change in raised.value.details["would_fit"])
-    told = {"host_bandwidth": 25e9, "offload": True, "memory_bytes": 2**36}
+    told: dict[str, Any] = {"host_bandwidth": 25e9, "offload": True, "memory_bytes": 2**36}
     assert pplan.solve(CONFIG, machine=machine, gpus=1, **told, **ASKED).training
 
 
