@@ -74,8 +74,8 @@ def lint_command(
             )
         _lint_plans(sources, profile_file, as_json=as_json)
         return
+    from ..api.degrees import read_shape
     from ..api.lint_layout import check_layout
-    from ..cost_models.transformer.configuration import load_transformer_shape
 
     if len(sources) != 1 or profile_file is not None:
         raise UsageError(
@@ -83,7 +83,7 @@ def lint_command(
             f"For example: pplan lint 'Et*3|(tt|)*29m|L' --model {model}. Plans have no --model.",
         )
     degrees, place = options.read(), machine.read()
-    shape = load_transformer_shape(model)
+    shape = read_shape(str(model))
     with waiting("Searching"):
         report = check_layout(sources[0], shape, place, degrees)
     if as_json:

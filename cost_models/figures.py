@@ -34,6 +34,8 @@ WIDTH = 7.0
 """Inches: both columns of a paper."""
 ROW, BAR, PANEL, HEAD = 0.26, 0.2, 0.36, 0.5
 """Inches of a stage, of a bar, of a panel's title, and of the figure's title, legend and axis."""
+LEAST_HEIGHT = 1.6
+"""Inches in which a single stage has room between title, legend and axis."""
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 COLOURS = {
     "F": ("#7fb2e5", "#b5d4f1"),
@@ -389,7 +391,7 @@ def _bar_colour(name: str, options: FigureOptions) -> str:
 def _new_figure(options: FigureOptions, height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(options.size or (WIDTH, height), layout="constrained")
+    return Figure(options.size or (WIDTH, max(height, LEAST_HEIGHT)), layout="constrained")
 
 
 def _finish(

@@ -15,7 +15,7 @@ from ..profiler.profile_file import Profile
 if TYPE_CHECKING:
     from ..cost_models.transformer.transformer_shape import TransformerShape
 
-_OF_TRANSFORMERS = "hf:"
+OF_TRANSFORMERS = "hf:"
 
 
 class ProfileFile(NamedTuple):
@@ -49,8 +49,8 @@ def read_source(source: str | Path) -> ProfileFile | Configuration:
         UsageError: The name is not one that transformers knows.
         FileError: The file cannot be read, or is neither.
     """
-    if isinstance(source, str) and source.startswith(_OF_TRANSFORMERS):
-        return _named_configuration(source)
+    if isinstance(source, str) and source.startswith(OF_TRANSFORMERS):
+        return named_configuration(source)
     path = Path(source)
     content = read_bytes(path, "profile")
     text = decode_text(content, path, "profile")
@@ -88,13 +88,13 @@ def _has_sizes(keys: Mapping[str, Any]) -> bool:
     )
 
 
-def _named_configuration(name: str) -> Configuration:
+def named_configuration(name: str) -> Configuration:
     """Return a configuration that transformers builds by its name, such as `hf:llama`."""
     from ..cost_models.transformer.configuration import transformer_shape
     from ..profiler.transformers_models import configure_model, transformers_session
 
     with transformers_session() as transformers:
-        config = configure_model(transformers, name.removeprefix(_OF_TRANSFORMERS), {}).config
+        config = configure_model(transformers, name.removeprefix(OF_TRANSFORMERS), {}).config
     keys = config.to_diff_dict() | {"model_type": config.model_type}
     return Configuration(transformer_shape(keys, name), name, _hash(keys))
 

@@ -40,7 +40,7 @@ from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from ..planner.plan_file import Plan, PlannedStage
 from ..profiler.machine_file import MachineFile
-from .configuration import Configuration
+from .configuration import OF_TRANSFORMERS, Configuration, named_configuration
 from .fitting_changes import fitting_changes
 from .machine import count_gpus
 from .measured_machine import machine_notes
@@ -67,9 +67,11 @@ def read_options(options: Mapping[str, Any]) -> tuple[MachineOptions, DegreeOpti
 
 
 def read_shape(config: str | Path | Mapping[str, Any]) -> TransformerShape:
-    """Read a config.json (its path, or its keys). Raises UsageError and FileError."""
+    """Read a configuration: a config.json, its keys, or `hf:` and a name. Raises UsageError and FileError."""
     if isinstance(config, Mapping):
         return transformer_shape(config)
+    if str(config).startswith(OF_TRANSFORMERS):
+        return named_configuration(str(config)).shape
     return load_transformer_shape(arguments.path("config", config))
 
 

@@ -384,3 +384,8 @@ def test_memory_within_the_estimates_error_is_a_warning(share: float, fits: bool
     assert plan.stages[0].memory_bytes == peak
     assert len(plan.warnings) == (share > 0)
     assert pplan.lint(plan).agrees
+
+
+@pytest.mark.slow
+def test_a_model_by_its_name_in_transformers() -> None:
+    assert pplan.lint_layout("even", "hf:llama", gpus=16, gpu="h100", pp=(2,), tp=(8,)).agrees

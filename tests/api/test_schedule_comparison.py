@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,3 +217,12 @@ def test_a_drawing_shows_itself_and_is_written(profile: Profile, plan: Plan, her
     assert "ScheduleComparison of 2" in repr(compared)
     assert [record["schedule"] for record in compared.to_records()] == ["gpipe", "1f1b"]
     assert "zb-h1" in pplan.schedules()._repr_html_()
+
+
+def test_a_figure_of_one_stage_has_room(tmp_path: Path) -> None:
+    drawing = pplan.simulate_costs(
+        schedule="gpipe", stages=1, micro_batches=4, forward_ms=1, backward_ms=1
+    ).plot()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing.save(tmp_path / "step.png")
