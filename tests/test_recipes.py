@@ -83,12 +83,12 @@ for line in sys.stdin.read().splitlines():
 """
 COMMANDS = """
 import costs.csv
-schedules
+simulate --list
 simulate --schedule toy-order --stages 2 --micro-batches 2 --forward-ms 1,1 --backward-ms 2,2
 solve --gpus 2 --mini-batch 8 --schedule toy-order -o order.plan.json
-verify order.plan.json
+lint order.plan.json
 solve --gpus 2 --mini-batch 8 --planner toy-planner --runtime toy -o cut.plan.json
-verify cut.plan.json
+lint cut.plan.json
 solve --gpus 2 --mini-batch 8 -o best.plan.json
 export toy cut.plan.json --device cpu
 import costs.toy.json --profile costs.profile.json -o read.plan.json
@@ -137,7 +137,7 @@ def test_a_schedule_is_listed_simulated_planned_and_verified(folder: Path) -> No
     out = (folder / "out.txt").read_text()
     assert out.count("toy-order") > 3
     assert read(folder, "order.plan.json")["schedule"] == "toy-order"
-    for _, _, report in (part.partition("$ verify ") for part in out.split("\n$ ")):
+    for _, _, report in (part.partition("$ lint ") for part in out.split("\n$ ")):
         assert " 0 differ" in report or not report
 
 

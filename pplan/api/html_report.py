@@ -84,6 +84,11 @@ def report(
         check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
     _check_subject(sources, plan)
+    if isinstance(others, str) or not isinstance(others, Sequence):
+        raise UsageError(
+            f"others={others!r}: is no sequence of plans but of type {type(others).__name__}",
+            'For example: others=["b.plan.json"].',
+        )
     sources = replace(_with_profile(sources, plan, profile), others=[_other_sources(own) for own in others])
     return HtmlReport(render_page(page_content(sources)))
 

@@ -109,8 +109,11 @@ def plot_timelines(timelines: Mapping[str, Timeline], **style: Any) -> Drawing:
     <Drawing: Zero bubble>
     """
     options = figure_options(style)
-    if not timelines:
-        raise UsageError("timelines={}: none", 'For example: {"1f1b": pplan.simulate(plan, profile)}.')
+    if not isinstance(timelines, Mapping) or not timelines:
+        raise UsageError(
+            f"timelines={timelines!r}: is not timelines by their names but of type {type(timelines).__name__}",
+            'For example: {"1f1b": pplan.simulate(plan, profile)}.',
+        )
     return draw_timelines(options.title or "Timelines", timelines, options)
 
 

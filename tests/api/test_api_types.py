@@ -21,7 +21,7 @@ from pplan.profiler.profile_file import Profile
 
 FREE = {
     *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
-    "compare.plans",
+    *("compare.plans", "plot_timelines.style"),
 }
 """Of any type: what torch makes of it decides."""
 
@@ -138,6 +138,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "replan": {"plan": plan, "profile": profile, "lost": [1]},
         "lint": {"plan": plan, "profile": profile},
         "report": {"plan": plan},
+        "plot_timelines": {},
         "compare": {},
         "lint_layout": {"layout": "EtL", "config": {}},
         "profile": {"model": "vgg11"},

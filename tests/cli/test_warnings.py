@@ -99,7 +99,7 @@ def test_an_imported_plan_that_does_not_fit_says_so_first(profile: Profile) -> N
 @pytest.mark.slow
 def test_the_default_mini_batch_is_the_second_line(profile: Profile, here: Path, run: Run) -> None:
     profile.save(here / "toy.profile.json", force=True)
-    lines = run("solve", "--gpus", "2").out.splitlines()
+    lines = run("solve", "--gpus", "2", "--details").out.splitlines()
     plan = pplan.load_plan(here / "toy.plan.json")
     assert plan.mini_batch == 64
     assert lines[1].startswith("Global batch 64, 32 samples a GPU, as none was given; with 32: ")

@@ -41,7 +41,7 @@ COMMANDS = [
     ["export", "torch", PLAN, "-o", "made.torch.json", "--script", "made.py"],
     ["import", "table.csv", "-o", "made.profile.json"],
     ["solve", "config.json", "--gpus", "8", "--gpu", "h100", "--pp", "2"],
-    ["topology", "show", "dgx-a100"],
+    ["machine", "show", "dgx-a100"],
     ["simulate", "--list"],
 ]
 CONFIG = {

@@ -108,7 +108,7 @@ def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
     )
     with pytest.raises(MachineError) as caught:
         run_in_processes(job)
-    assert caught.value.what == ("check: rank 1 died while step 1 (1f1b x 4): exit status 7")
+    assert caught.value.what == ("check: rank 1 died while building the model (1f1b x 4): exit status 7")
     assert caught.value.hint.endswith("last words")
     assert len(started) == 2
     assert all(map(gone, started))
@@ -167,7 +167,7 @@ def test_a_process_that_hangs(make_case: MakeCase, started: list[int]) -> None:
     )
     with pytest.raises(MachineError) as caught:
         run_in_processes(job)
-    doing = "step 1 (1f1b x 4)"
+    doing = "building the model (1f1b x 4)"
     assert caught.value.what == f"check: rank 1 hangs while {doing}: nothing went on for 8 s"
     assert "in stuck_in_the_model" in caught.value.hint
     assert len(started) == 2
