@@ -647,8 +647,14 @@ def _duration(value: float) -> str:
 
 
 def _quoted(text: str) -> str:
-    # JSON escapes all that TOML forbids in a string but the delete character.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    # JSON escapes all that TOML forbids in a string but the delete character; no terminal is to be steered.
+    return "".join(map(_escaped, json.dumps(text, ensure_ascii=False)))
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 2**16 else f"\\U{ord(character):08x}"
 
 
 def _comment(source: str) -> str:

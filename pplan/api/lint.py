@@ -261,7 +261,7 @@ def _check_profile(check: _Checks, inputs: _Inputs) -> None:
     if profile is None or reference is None:
         check.skip(inputs.no_profile)
     check.same("model", plan.model, profile.model)
-    for key in ("dtype", "granularity", "estimated", "tensor_parallel"):
+    for key in ("dtype", "granularity", "estimated", "tensor_parallel", "has_batch_norms"):
         check.same(key, getattr(plan.profile, key), getattr(reference, key))
     for key in ("device_name", "device"):
         check.same(key, getattr(plan.profile, key) or getattr(reference, key), getattr(reference, key))

@@ -111,7 +111,8 @@ def plot_timelines(timelines: Mapping[str, Timeline], **style: Any) -> Drawing:
     options = figure_options(style)
     if not isinstance(timelines, Mapping) or not timelines:
         raise UsageError(
-            f"timelines={timelines!r}: is not timelines by their names but of type {type(timelines).__name__}",
+            f"timelines={timelines!r}: is no mapping of names to timelines but of type "
+            f"{type(timelines).__name__}",
             'For example: {"1f1b": pplan.simulate(plan, profile)}.',
         )
     return draw_timelines(options.title or "Timelines", timelines, options)

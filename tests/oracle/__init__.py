@@ -34,7 +34,7 @@ UNCONSTRAINED = ("one-gpu", "data-parallel")
 MOST_CHOICES = 70
 """Choices of devices for a baseline of one stage that are all simulated."""
 ONE_STAGE = re.compile(
-    r"(?:1 stage, replicas (\d+); )?(\d+) micro-batches? x (\d+), ([\w-]+), recompute ([a-z ]+\d*)"
+    r"(?:1 stage, replicas (\d+); )?(\d+) micro-batch(?:es)? x (\d+), ([\w-]+), recompute ([a-z ]+\d*)"
 )
 """How a baseline of one stage runs, in its `detail`."""
 ONE_PROCESS = ("torchgpipe", "fairscale", "huggingface")

@@ -354,7 +354,8 @@ def test_all_end_in_two_lines_of_ours(tried: list[Ran]) -> None:
         assert "Traceback" not in ran.err, str(ran)
         if ran.status == 2:
             assert "pplan: " in ran.err, str(ran)
-        if ran.about in BROKEN and "--profile" not in ran.arguments:
+        is_default = ran.about == "nothing" and ran.arguments[:2] == ["machine", "show"]
+        if ran.about in BROKEN and "--profile" not in ran.arguments and not is_default:
             assert ran.status == 2, str(ran)
 
 
