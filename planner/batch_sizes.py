@@ -108,13 +108,7 @@ class BatchSizes:
 
     def _requested_size(self, micro_batches: int) -> int:
         batch = self.global_batch
-        if batch % micro_batches:
-            fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
-            raise UsageError(
-                f"micro_batches={micro_batches}: does not divide the global batch of {batch}",
-                f"Use a divisor of {batch}: {abbreviate(fitting)}.",
-            )
-        size = batch // micro_batches
+        size = size_of_parts(batch, micro_batches, f"micro_batches={micro_batches}")
         if not self._reaches_share(size, self.gpus, past_largest=True):
             raise UsageError(*unmeasured_size(self.chain, batch, micro_batches))
         return size
@@ -151,6 +145,17 @@ def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, 
         f"{needs}, but the profile measured only {sizes}",
         f"Profile with micro_batch_sizes={wider!r} or {instead}.",
     )
+
+
+def size_of_parts(batch: int, micro_batches: int, label: str) -> int:
+    """Return the samples of each of equal micro-batches. Raises UsageError, which begins with `label`."""
+    if batch % micro_batches:
+        fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
+        raise UsageError(
+            f"{label}: does not divide the global batch of {batch}",
+            f"Use a divisor of {batch}: {abbreviate(fitting)}.",
+        )
+    return batch // micro_batches
 
 
 def divisors(number: int) -> list[int]:

@@ -37,7 +37,8 @@ from ..cost_models.topology_file import TopologyFile, parse_topology
 from .assembly import Assembly
 from .asynchronous import assemble_candidate
 from .balance import balance
-from .candidate import MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, Proposal, ScoredPlan, abbreviate
+from .batch_sizes import size_of_parts
+from .candidate import MOST_MICRO_BATCHES, SEARCHED, Mode, PipelineConfig, Proposal, ScoredPlan
 from .plan_file import Plan, PlannedStage, SharedWeight, plan_recompute
 from .plan_options import Overrides
 from .scoring import assemble
@@ -390,7 +391,7 @@ def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> 
     planned, count = max(len(stages) // plan.virtual_stages, 1), overrides.micro_batches or count
     program = _program(schedule, chain, overrides.stages or planned, count, virtual)
     size, is_as_long, replicas = (
-        _micro_batch_size(plan, count),
+        size_of_parts(plan.mini_batch, count, f"micro-batches {count}"),
         program.devices == planned,
         overrides.replicas,
     )
@@ -440,18 +441,6 @@ def _program(schedule: Schedule, chain: Chain, stages: int, micro_batches: int, 
             "Use fewer stages, or fewer virtual stages." if chunks > 1 else "Use fewer stages.",
         )
     return schedule.program(stages, micro_batches, chunks)
-
-
-def _micro_batch_size(plan: Plan, count: int) -> int:
-    """Return the samples of each of `count` micro-batches."""
-    batch = plan.mini_batch
-    if batch % count:
-        fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
-        raise UsageError(
-            f"micro-batches {count}: does not divide the global batch of {batch}",
-            f"Use a divisor of {batch}: {abbreviate(fitting)}.",
-        )
-    return batch // count
 
 
 def _cut_anew(plan: Plan, chain: Chain, size: int, program: Program) -> list[int]:
