@@ -20,7 +20,7 @@ from ..cost_models.machines import (
     same_device,
 )
 from ..cost_models.memory import FRAGMENTATION_RESERVE, MEMORY_ERROR
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_seconds, percent
 from ..cost_models.topology import UNKNOWN_DEVICE, Topology
 from ..cost_models.topology_file import ProfiledDevice, make_topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
@@ -177,8 +177,7 @@ def _states_links(machine: MachineOptions) -> bool:
 
 
 def _with_changes(error: InfeasibleError, topology: Topology, changes: list[str]) -> InfeasibleError:
-    """The same, with the memory of a device that would do, its context and the reserve included, and changes
-    that are enough."""
+    """Return the error with what would fit: memory of a device, context and reserve included, or a change."""
     device = topology.device(0)
     context = device_context(device.name)
     needed = error.details["needed_bytes"] * (1 + FRAGMENTATION_RESERVE)
@@ -212,10 +211,11 @@ def memory_warnings(stages: Sequence[PlannedStage]) -> list[str]:
     if limit is None or stage.memory_bytes <= limit:
         return []
     context = stage.memory.get("context", 0)
+    enough = int(context + (limit - context) / (1 + MEMORY_ERROR)) // 2**20 * 2**20
     return [
         f"a device needs {format_bytes(stage.memory_bytes)} of its {format_bytes(limit)}: more by less than "
-        f"the estimate's error of {MEMORY_ERROR:.1%}, so it may run out of memory; leave room with "
-        f"memory='{(context + (limit - context) / (1 + MEMORY_ERROR)) / 2**30:.2f}GiB'"
+        f"the estimate's error of {percent(MEMORY_ERROR)}, so it may run out of memory; leave room with "
+        f"memory_bytes={enough}"
     ]
 
 
