@@ -144,6 +144,7 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
     first = comparison.rows[0]
     # Names of planners stay whole; a long one of a file may take several lines.
     longest = max((len(row.name) for row in comparison.rows if len(row.name) <= LONGEST_WHOLE), default=0)
+    is_transformer = any(row.mfu is not None for row in comparison.rows)
     columns: list[Column[ComparisonRow]] = [
         text("plan\n", lambda row: row.name, min_width=max(longest, 10)),
         number("step\n", lambda row: row.step_seconds, format_seconds),
@@ -170,22 +171,20 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
             drop=6,
             visible=any(row.energy_joules is not None for row in comparison.rows),
         ),
-        number(
-            "MFU\n", lambda row: row.mfu, percent, visible=any(row.mfu is not None for row in comparison.rows)
-        ),
+        number("MFU\n", lambda row: row.mfu, percent, visible=is_transformer),
         number(
             "TFLOP/s\na GPU",
             lambda row: row.tflops_per_gpu,
             three_digits,
             drop=5,
-            visible=any(row.mfu is not None for row in comparison.rows),
+            visible=is_transformer,
         ),
         number(
             "tokens/s\na GPU",
             lambda row: row.tokens_per_second_per_gpu,
             three_digits,
             drop=6,
-            visible=any(row.mfu is not None for row in comparison.rows),
+            visible=is_transformer,
         ),
         number("GPUs\n", lambda row: row.plan and row.plan.device_count, drop=5),
         number("gap\n", lambda row: row.gap, percent, drop=3),
