@@ -36,7 +36,7 @@ FUSED_LOSS = replace(MEGATRON, loss_saved=1)
 """Megatron-LM with Transformer Engine's loss, which keeps no scores in float32: with these the last stages of
 DeepSeek-V2 need 0.3 GiB more than was measured."""
 SLOWDOWNS = [1 + number * 0.0025 for number in range(61)]
-"""Those that are tried."""
+"""Slowdowns to try in a fit."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ softmax (read, written), dropout (read, written, a mask of one byte), product wi
 Backward: gradient written, dropout (read, mask, written), softmax (both read, written), three products
 (read)."""
 UNFUSED_PASSES_WITHOUT_DROPOUT = 2 * 4 + 7
-"""The same without those of dropout (BLOOM's configuration has none)."""
+"""Passes of unfused attention without dropout, which BLOOM's configuration does not have."""
 
 
 class MegatronStep(NamedTuple):

@@ -105,7 +105,7 @@ def default_map(root: Any) -> dict[str, dict[str, Any]]:
 def _map_verbs(
     group: Any, prefix: str, tables: dict[str, dict[str, Any]], path: Path | None
 ) -> dict[str, Any]:
-    """The same of the verbs of a group, of the tables below its own."""
+    """Map the verbs of a group to options, from the tables below that of the group."""
     from .verb_table import REMOVED
 
     result: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What `pplan simulate --list` prints: the schedules in tables; or one of them, drawn or as text."""
+"""Output of `pplan simulate --list`: tables of all schedules, or one schedule as a drawing or text."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Document(Record):
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
     keeps_command: ClassVar[bool] = False
-    """Whether the file records the command that made it. Files that people share do not."""
+    """True if the file records the command that made it. Files that people share do not."""
 
     schema_version: int = Field(default=1, alias="schema", ge=1, le=MOST_BYTES)
 

@@ -222,7 +222,7 @@ class Chain:
     sizes.
     """
     scales_with_samples: bool = False
-    """Whether costs scale with the samples from a single measured size to any other."""
+    """True if costs scale with the samples from a single measured size to any other."""
     uncertainty: Vector | None = None
     """(sizes,) relative difference between the sum of the layers' seconds and the whole model's. None if
     unknown."""

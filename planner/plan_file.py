@@ -507,7 +507,7 @@ class ProfileReference(Record):
     undivided_outputs: list[str] = []
     """Tensors of the model's output that hold no samples in dimension 0."""
     has_batch_norms: bool = False
-    """Whether some layer is a batch norm. Those inside larger layers are not known."""
+    """True if some layer is a batch norm. Batch norms inside larger layers are not counted."""
 
 
 def _read_options(value: Any) -> Any:

@@ -184,7 +184,7 @@ class Row:
 
 
 def looks_like_csv(text: str) -> bool:
-    """Whether the first line of `text` names a column of such a table."""
+    """Return whether the first line of `text` names a column of a table of costs."""
     return not {_column(part.strip().strip('"')) for part in _first_line(text)}.isdisjoint(_COLUMNS)
 
 
@@ -291,7 +291,7 @@ def _column(written: str) -> str:
 
 
 def _plain_column(name: str, written: str) -> str:
-    """The same of a name in small letters with underscores, without tp2_ before it."""
+    """Return the field of a column in lower case with underscores, without a prefix such as tp2_."""
     if name in _PLAIN or name in _OTHER_NAMES:
         return _OTHER_NAMES.get(name, name) if _OTHER_NAMES.get(name, name) in _PLAIN else written
     what, _, unit = name.rpartition("_")
@@ -304,7 +304,7 @@ def _renamed(written: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_shared(column: str) -> bool:
-    """Whether it is one of our columns for devices that share the layer."""
+    """Return whether the column holds costs on devices that share the layer, such as tp2_forward_ms."""
     degree = _DEGREE.fullmatch(column)
     return degree is not None and degree[2].rpartition("_")[0] in _UNITS and degree[2] in _COLUMNS
 
@@ -447,7 +447,7 @@ class TableLayers:
 
 
 def states_sizes(rows: Sequence[Row]) -> bool:
-    """Whether the table has the micro-batch size of some row."""
+    """Return whether some row states its micro-batch size."""
     return any(row.micro_batch_size is not None for row in rows)
 
 
@@ -607,7 +607,7 @@ class Graph:
 
 
 def is_graph(text: str) -> bool:
-    """Whether `text` looks like one: its first line has parts between dashes, or some line is a node's."""
+    """Return whether `text` looks like a graph: parts between dashes in line 1, or a line of a node."""
     lines = [line for line in text.splitlines() if line.strip()]
     return any(" -- " in line for line in lines[:1]) or any("forward_compute_time=" in line for line in lines)
 

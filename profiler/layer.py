@@ -694,7 +694,7 @@ class Sharing:
         )
 
     def _is_held(self, module: nn.Module) -> bool:
-        """Whether an earlier layer has `module`, and it matters where its tensors are registered."""
+        """Return whether an earlier layer holds `module`, and the module has tensors to register."""
         has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
         return has_tensors and id(module) in self._earlier
 
@@ -708,7 +708,7 @@ class Sharing:
         return self._without_earlier(module, borrows)
 
     def _shallow_copy(self, module: nn.Module, outer: BorrowedFields | None) -> nn.Module:
-        """The same tensors; of the parameters that earlier layers hold only references."""
+        """Return a module with the same tensors, and references to parameters that earlier layers hold."""
         twin = _second_object(module)
         copy_registries(twin)
         borrows = BorrowedFields() if outer is None else outer
@@ -723,7 +723,7 @@ class Sharing:
         return twin
 
     def _graph_copy(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The same graph, in which modules return what earlier layers hold.
+        """Return the graph with modules that return what earlier layers hold.
 
         References as attributes would not do: GraphModule registers them anew whenever it is copied.
         """

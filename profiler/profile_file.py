@@ -694,7 +694,7 @@ def list_notes(profile: Profile) -> list[str]:
 
 
 def misses_whole(profile: Profile) -> bool:
-    """Whether the layers are far from adding up to the whole model at some micro-batch size."""
+    """Return whether the layers do not add up to the whole model at some micro-batch size."""
     return any(
         abs(whole.closing_ratio - 1)
         > max(MISSES, STAMPS_SECONDS / (whole.forward_seconds + whole.backward_seconds))

@@ -172,7 +172,7 @@ class PipeExport(ExportDocument):
     checkpoint: Checkpoint
     """Which micro-batches are recomputed."""
     deferred_batch_norm: bool = False
-    """Whether running statistics of batch norms are those of global batches."""
+    """True if the running statistics of batch norms are those of global batches."""
     granularity: str = "block"
     """How the model is cut into layers."""
 

@@ -37,7 +37,7 @@ class MeasuredShare(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where seconds are from: a share of them was measured, whole or by kernels, up to an error."""
+    """Source of some seconds: the share that was measured, whole or by kernels, and its relative error."""
 
     name: Literal["whole", "kernels"]
     measured: float

@@ -148,7 +148,7 @@ class DeviceLimits:
     shares: Mapping[str, float] = field(default_factory=dict)
     stated_flops: float | None = None
     measures_memory: bool = False
-    """Whether the bandwidth is one that passes over memory were seen to reach."""
+    """True if the memory bandwidth was measured by passes over memory."""
 
     def product_seconds(self, kernel: Product) -> float:
         share = self.attention_share if isinstance(kernel, AttentionKernel) else self.product_share

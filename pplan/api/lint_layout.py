@@ -1,4 +1,4 @@
-"""Whether a pipeline layout that somebody wrote is the model's, fits, and how far it is from the best."""
+"""Check of a pipeline layout: does it match the model, does it fit, and how far is it from the best."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class LayoutReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan's memory is within the device's, or above it by less than the estimate's error."""
+        """True if no device is over its memory by more than the error of the estimate."""
         return all(stage.memory_bytes <= most_memory_bytes(stage) for stage in self.ranks)
 
     @property
     def agrees(self) -> bool:
-        """Whether the layout is the model's, and fits."""
+        """True if the layout matches the model and fits."""
         return not self.problems and self.fits
 
     @property

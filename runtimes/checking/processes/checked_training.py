@@ -138,7 +138,7 @@ class PartitionStamps(ActionStamps):
 
 
 def _mark_gradients(output: Any, on_gradient: Callable[[], None]) -> Any:
-    """The same tensors; `on_gradient` is called when their gradients are known."""
+    """Return the tensors, and call `on_gradient` when their gradients are computed."""
     tensors = output if isinstance(output, tuple) else (output,)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return output
